@@ -135,7 +135,7 @@ class Section(
     """Base of every table: immutable, no unknown fields."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """What is served.
 
     Attributes:
@@ -158,7 +158,7 @@ class ModelConfig(Section):
         return self.served_name or Path(self.path).name
 
 
-class NicConfig(Section):
+class NicConfig(Section, frozen=True):
     """One NIC as an engine sees it.
 
     Attributes:
@@ -172,7 +172,7 @@ class NicConfig(Section):
     ports: Annotated[str, Meta(pattern=r"^([0-9]+-[0-9]+)?$")] = ""
 
 
-class SnicConfig(Section):
+class SnicConfig(Section, frozen=True):
     """A node's storage NIC: limits shared by all its engines.
 
     Attributes:
@@ -184,7 +184,7 @@ class SnicConfig(Section):
     write: Rate = Rate(math.inf)
 
 
-class NodeConfig(Section):
+class NodeConfig(Section, frozen=True):
     """One machine: engines of one role.
 
     Attributes:
@@ -205,7 +205,7 @@ class NodeConfig(Section):
     cnic: NicConfig = NicConfig()
 
 
-class BufferConfig(Section):
+class BufferConfig(Section, frozen=True):
     """Host memory of one engine used for staging KV.
 
     Attributes:
@@ -221,7 +221,7 @@ class BufferConfig(Section):
     persist: Size = Size(64 << 20)
 
 
-class StorageConfig(Section):
+class StorageConfig(Section, frozen=True):
     """The persistent store, a directory every node reaches.
 
     Attributes:
@@ -242,7 +242,7 @@ class StorageConfig(Section):
     fsync: bool = True
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True):
     """Thresholds of the request scheduler; measured ones are written by ``dualpath profile``.
 
     Attributes:
@@ -263,7 +263,7 @@ class SchedulerConfig(Section):
     report_timeout: Seconds = Seconds(3.0)
 
 
-class TimeoutConfig(Section):
+class TimeoutConfig(Section, frozen=True):
     """Deadlines. Every wait in the system has one.
 
     Attributes:
@@ -287,7 +287,7 @@ class TimeoutConfig(Section):
     drain: Seconds = Seconds(10.0)
 
 
-class FrontConfig(Section):
+class FrontConfig(Section, frozen=True):
     """Where clients and engines reach the front.
 
     Attributes:
@@ -303,7 +303,7 @@ class FrontConfig(Section):
     max_retries: Annotated[int, Meta(ge=0, le=8)] = 2
 
 
-class SecurityConfig(Section):
+class SecurityConfig(Section, frozen=True):
     """Who may call.
 
     Attributes:
@@ -318,7 +318,7 @@ class SecurityConfig(Section):
     control_secret_file: str = ""
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     """How vLLM is started.
 
     Attributes:
@@ -344,7 +344,7 @@ class EngineConfig(Section):
     env: dict[str, str] = {}
 
 
-class ClusterConfig(Section):
+class ClusterConfig(Section, frozen=True):
     """The whole description.
 
     Raises:
