@@ -44,19 +44,19 @@ class Seconds(float):
 
 
 _NUMBER: Final = r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*"
-_SIZE_UNITS: Final = {
+_SIZE_UNITS: Final[dict[str, float]] = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
-_RATE_UNITS: Final = {
+_RATE_UNITS: Final[dict[str, float]] = {
     "bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8, "Tbit/s": 1e12 / 8,
     "B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9,
     "KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
 }  # fmt: skip
-_TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME_UNITS: Final[dict[str, float]] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
-def _parse(kind: str, text: object, units: dict[str, Any], example: str) -> float:
+def _parse(kind: str, text: object, units: dict[str, float], example: str) -> float:
     if not isinstance(text, str):
         raise ValueError(f"expected a {kind} with a unit such as {example!r}, got {text!r}")
     match = re.fullmatch(_NUMBER + r"([A-Za-z/]+)\s*", text)
