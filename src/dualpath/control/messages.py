@@ -8,8 +8,9 @@ attempt, is ignored, which makes every message safe to repeat and safe to arrive
 Life of a request (docs/dataflow.md has the pictures)::
 
     front -> DE  OpenDecode     DE buffer room for the whole prompt, then read ``read`` (D1)
-    DE -> front  Opened         slots, and how many leading blocks of its range are good
+    DE -> front  Allocated      slots of the whole prompt; the DE reads on
     front -> PE  OpenPrefill    PE buffer room for ``read``, then read it (P1)
+    DE -> front  Opened         how many leading blocks of its range are good
     PE -> front  Opened
     front -> PE  (HTTP)         the vLLM request; P2..P4 or D2..D4 happen under it
     PE -> front  PrefillDone    every Layer Block of the prompt is in the DE buffer
@@ -17,8 +18,12 @@ Life of a request (docs/dataflow.md has the pictures)::
     front -> DE  (HTTP)         the vLLM request, streamed to the client
     DE -> front  Published      blocks now durable, as they become so
     DE -> front  TurnDurable    all blocks of the request are durable (or given up, and counted)
-    front -> any Close          the session is over; release everything that is not under I/O
-    any -> front Closed         everything of the session is released
+    front -> PE  Close          the session is over: stop, and release what is not under I/O
+    PE -> front  Closed         everything released and no transfer of it is under way any more
+    front -> DE  Close          only after the PE's Closed (or the PE's death, or when no
+                                OpenPrefill was ever sent): until then the PE may still write
+                                into the DE's slots
+    DE -> front  Closed
 """
 
 from __future__ import annotations
@@ -115,6 +120,8 @@ class Hello(Message, frozen=True, kw_only=True):
     fingerprint: Fingerprint
     max_batched_tokens: int
     stats: EngineStats
+    weights_changed: bool = False
+    """Its weights were replaced in place and no front has acknowledged that yet."""
     secret: str = ""
 
 
@@ -124,11 +131,19 @@ class Report(Message, frozen=True, kw_only=True):
     stats: EngineStats
 
 
+class Allocated(Message, frozen=True, kw_only=True):
+    """A DE's buffer has room for the whole prompt; block ``i`` belongs in ``slots[i]``."""
+
+    rid: str
+    attempt: int
+    slots: list[int]
+    wait_s: float = 0.0
+
+
 class Opened(Message, frozen=True, kw_only=True):
     """Answer to OpenDecode and OpenPrefill.
 
     Attributes:
-        slots: buffer slots of the prompt's blocks (DE), or of the blocks read (PE).
         good_blocks: leading blocks of the asked range that were read and verified.
         wait_s: seconds spent waiting for buffer room; read_s: seconds reading.
         error: why the session could not be opened (nothing is held then), else empty.
@@ -137,7 +152,6 @@ class Opened(Message, frozen=True, kw_only=True):
 
     rid: str
     attempt: int
-    slots: list[int] = []
     good_blocks: int = 0
     wait_s: float = 0.0
     read_s: float = 0.0
@@ -191,9 +205,14 @@ class Closed(Message, frozen=True, kw_only=True):
 
 
 class WeightsChanged(Message, frozen=True, kw_only=True):
-    """This engine's weights were replaced in place: the weight epoch must advance."""
+    """This engine's weights were replaced in place: the weight epoch must advance.
+
+    The engine waits for ``EpochAdvanced`` with the same ``serial`` before it reports the update
+    as done, so that no request that starts afterwards can hit older KV.
+    """
 
     how: str
+    serial: int
 
 
 class Failing(Message, frozen=True, kw_only=True):
@@ -279,12 +298,24 @@ class OpenPrefill(Message, frozen=True, kw_only=True):
     slots: list[int]
 
 
+class EpochAdvanced(Message, frozen=True, kw_only=True):
+    """The weight epoch is durable at ``weight_epoch``; answers ``WeightsChanged``."""
+
+    serial: int
+    weight_epoch: int
+
+
 class GoDecode(Message, frozen=True, kw_only=True):
-    """The DE's buffer holds the whole prompt; ``good_blocks`` of it came from storage."""
+    """The DE's buffer holds the whole prompt; ``good_blocks`` of it came from storage.
+
+    ``decode`` is False when the first token was also the last: no vLLM request will follow, the
+    DE only makes the prompt's new blocks durable and answers ``TurnDurable``.
+    """
 
     rid: str
     attempt: int
     good_blocks: int
+    decode: bool = True
 
 
 class Close(Message, frozen=True, kw_only=True):
@@ -296,7 +327,10 @@ class Close(Message, frozen=True, kw_only=True):
 
 
 ToFront = (
-    Hello | Report | Opened | PrefillDone | Published | Dropped | TurnDurable | Closed
+    Hello | Report | Allocated | Opened | PrefillDone | Published | Dropped | TurnDurable | Closed
     | WeightsChanged | Failing
 )  # fmt: skip
-ToEngine = Welcome | Refused | PeerUp | PeerGone | OpenDecode | OpenPrefill | GoDecode | Close
+ToEngine = (
+    Welcome | Refused | PeerUp | PeerGone | EpochAdvanced | OpenDecode | OpenPrefill | GoDecode
+    | Close
+)  # fmt: skip
