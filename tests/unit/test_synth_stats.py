@@ -59,7 +59,7 @@ def test_regular_agents() -> None:
     agents = list(regular(3, 2, 100, 8, first_append_tokens=500))
     assert [agent.id for agent in agents] == ["regular-0", "regular-1", "regular-2"]
     assert agents[0].rounds == (Round(500, 8, 0.0), Round(100, 8, None))
-    assert list(regular(1, 1, 7, 1))[0].rounds == (Round(7, 1, None),)
+    assert next(regular(1, 1, 7, 1)).rounds == (Round(7, 1, None),)
     for wrong in ((0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, -1), (1, 1, -1, 1)):
         with pytest.raises(ValueError, match="must"):
             list(regular(*wrong))

@@ -7,6 +7,7 @@ streaming: memory does not grow with the number of trajectories.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import zlib
@@ -151,16 +152,16 @@ def write_trace(path: str | Path, trajectories: Iterable[Trajectory]) -> int:
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     count = 0
     try:
-        with partial.open("wb") as plain:
+        with contextlib.ExitStack() as stack:
+            plain = stack.enter_context(partial.open("wb"))
             stream: BinaryIO = plain
             if target.suffix == ".gz":
                 # No name and no time in the header: they would make equal traces differ.
                 packed = gzip.GzipFile("", "wb", _GZIP_LEVEL, plain, mtime=0)
-                stream = cast(BinaryIO, packed)
-            for count, trajectory in enumerate(trajectories, 1):
+                stream = cast(BinaryIO, stack.enter_context(packed))
+            for trajectory in trajectories:
                 stream.write(format_line(trajectory))
-            if stream is not plain:
-                stream.close()
+                count += 1
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
