@@ -1,0 +1,244 @@
+"""The half of the connector inside vLLM's scheduler: how much is a hit, and what each step owes.
+
+It does no I/O and waits for nothing. The front submits a request only when its KV is in host
+memory already, so a match is answered at once and synchronously, which is what lets vLLM compute
+layer by layer while the KV arrives.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dualpath.blocks import BlockLayout
+from dualpath.config import Role
+from dualpath.engine.live import LIVE
+from dualpath.engine.metadata import FinishedRequest, StepMetadata, StepRequest
+from dualpath.transfer.decode import PersistBlock
+from dualpath.transfer.loads import LoadBlock
+from dualpath.transfer.prefill import PushBlock
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class RequestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``kv_transfer_params["dualpath"]`` of a request: set by the front, and by nobody else.
+
+    Attributes:
+        rid, attempt: the session.
+        hit_tokens: on a PE: verified tokens that can be loaded (whole blocks).
+        loaded_tokens: on a DE: tokens whose KV the DE buffer holds.
+    """
+
+    rid: str
+    attempt: int
+    hit_tokens: int = 0
+    loaded_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Tracked:
+    request: Request
+    params: RequestParams
+    load_tokens: int = 0
+    load_due: bool = False
+    loaded_once: bool = False
+    holds_blocks: bool = False
+    first_persist: int = 0
+    next_persist: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """See ``KVConnectorBase_V1``'s scheduler-side methods, which delegate here."""
+
+    def __init__(self, role: Role, layout: BlockLayout) -> None:
+        self._role = role
+        self._layout = layout
+        self._tracked: dict[str, _Tracked] = {}
+        self._finished: list[FinishedRequest] = []
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Let the traffic thread report how full the cache is."""
+        LIVE.block_tokens = self._layout.engine_block_tokens
+        LIVE.total_blocks = pool.get_num_free_blocks()
+        LIVE.free_blocks = pool.get_num_free_blocks
+
+    def matched_tokens(self, request: Request, num_computed: int) -> int:
+        """Tokens that can be loaded beyond ``num_computed``."""
+        params = _params(request)
+        if params is None or num_computed:
+            return 0
+        tracked = self._tracked.get(request.request_id)
+        if self._role is Role.PREFILL:
+            whole = min(params.hit_tokens, request.num_tokens - 1) // self._layout.block_tokens
+            return whole * self._layout.block_tokens
+        if tracked is not None and tracked.loaded_once:
+            return 0  # preempted: the buffer was given back, so the tokens are computed again
+        return min(params.loaded_tokens, request.num_tokens - 1)
+
+    def after_alloc(self, request: Request, external_tokens: int) -> None:
+        """Blocks are allocated: remember what the next step must load."""
+        params = _params(request)
+        if params is None:
+            return
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            first = self._layout.full_blocks_in(request.num_prompt_tokens)
+            if self._role is Role.DECODE:
+                # Blocks below are in the DE buffer already and are persisted from there. With a
+                # first token from the PE the prompt vLLM sees is one longer than that.
+                first = self._layout.full_blocks_in(params.loaded_tokens)
+            tracked = _Tracked(request, params, first_persist=first, next_persist=first)
+            self._tracked[request.request_id] = tracked
+        tracked.holds_blocks = True
+        tracked.load_tokens = external_tokens
+        tracked.load_due = external_tokens > 0
+
+    def build(self, output: SchedulerOutput) -> StepMetadata:
+        """The step's metadata."""
+        LIVE.running = len(output.num_scheduled_tokens)
+        meta = StepMetadata(
+            finished=self._finished,
+            preempted=frozenset(output.preempted_req_ids or ()),
+            scheduled_tokens=output.total_num_scheduled_tokens,
+        )
+        self._finished = []
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        state = output.kv_connector_block_state
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or state is None:
+                continue
+            groups = state.get_block_ids(request_id)
+            if groups is None:
+                continue
+            tracked.block_ids = list(groups[0])
+            start = starts[request_id]
+            meta.requests.append(self._step(tracked, start, start + scheduled))
+        return meta
+
+    def _step(self, tracked: _Tracked, start: int, end: int) -> StepRequest:
+        load: tuple[LoadBlock, ...] = ()
+        hit_blocks: int | None = None
+        if tracked.load_due:
+            tracked.load_due = False
+            tracked.loaded_once = True
+            load = tuple(
+                LoadBlock(index, self._engine_blocks(tracked, index))
+                for index in range(self._blocks_to_load(tracked))
+            )
+        push: tuple[PushBlock, ...] = ()
+        persist: tuple[PersistBlock, ...] = ()
+        if self._role is Role.PREFILL:
+            if start == tracked.load_tokens or start == 0:
+                hit_blocks = start // self._layout.block_tokens
+            push = self._pushes(tracked, start, end)
+        else:
+            # After a preemption or a failed load the step begins before blocks that were handed
+            # over earlier, and those may have been dropped: hand them over again. Storing a
+            # block that is there already costs a look-up.
+            again = max(tracked.first_persist, start // self._layout.block_tokens)
+            tracked.next_persist = min(tracked.next_persist, again)
+            persist = self._persists(tracked, end)
+        return StepRequest(
+            request_id=tracked.request.request_id,
+            rid=tracked.params.rid,
+            attempt=tracked.params.attempt,
+            load=load,
+            hit_blocks=hit_blocks,
+            push=push,
+            persist=persist,
+        )
+
+    def _blocks_to_load(self, tracked: _Tracked) -> int:
+        if self._role is Role.PREFILL:
+            return tracked.load_tokens // self._layout.block_tokens
+        # The last block may be partial. It is loaded whole: the slots behind the prompt are
+        # written by this and later steps, always after their layer was loaded.
+        return self._layout.blocks_for_tokens(tracked.load_tokens)
+
+    def _pushes(self, tracked: _Tracked, start: int, end: int) -> tuple[PushBlock, ...]:
+        """Blocks that are complete after this step: whole ones, and the prompt's last."""
+        layout = self._layout
+        prompt = tracked.request.num_prompt_tokens
+        if end > prompt:  # decoding on a PE: nothing of the prompt is new
+            return ()
+        last = layout.blocks_for_tokens(end) if end == prompt else layout.full_blocks_in(end)
+        return tuple(
+            PushBlock(index, self._engine_blocks(tracked, index))
+            for index in range(start // layout.block_tokens, last)
+        )
+
+    def _persists(self, tracked: _Tracked, end: int) -> tuple[PersistBlock, ...]:
+        """Blocks whose tokens are all known and whose KV exists after this step."""
+        size = self._layout.block_tokens
+        tokens = tracked.request.all_token_ids
+        complete = min(end, len(tokens)) // size
+        blocks = tuple(
+            PersistBlock(
+                index,
+                self._engine_blocks(tracked, index),
+                tuple(tokens[index * size : (index + 1) * size]),
+            )
+            for index in range(tracked.next_persist, complete)
+        )
+        tracked.next_persist = max(tracked.next_persist, complete)
+        return blocks
+
+    def _engine_blocks(self, tracked: _Tracked, index: int) -> tuple[int, ...]:
+        per_block = self._layout.engine_blocks_per_block
+        return tuple(tracked.block_ids[index * per_block : (index + 1) * per_block])
+
+    def finished(self, request: Request, aborted: bool) -> bool:
+        """A request is over; True when its blocks must be kept until the worker is done."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            params = _params(request)
+            if params is not None:  # ended before it was ever scheduled
+                self._finished.append(
+                    FinishedRequest(
+                        request.request_id, params.rid, params.attempt, ok=False, holds_blocks=False
+                    )
+                )
+            return False
+        persist: tuple[PersistBlock, ...] = ()
+        if self._role is Role.DECODE and not aborted and tracked.block_ids:
+            persist = self._persists(tracked, request.num_computed_tokens)
+        self._finished.append(
+            FinishedRequest(
+                request.request_id,
+                tracked.params.rid,
+                tracked.params.attempt,
+                ok=not aborted,
+                holds_blocks=tracked.holds_blocks,
+                persist=persist,
+            )
+        )
+        return tracked.holds_blocks
+
+    @property
+    def has_news(self) -> bool:
+        """The worker has not been told of a finished request yet."""
+        return bool(self._finished)
+
+
+def _params(request: Request) -> RequestParams | None:
+    raw: Any = (request.kv_transfer_params or {}).get("dualpath")
+    if raw is None:
+        return None
+    try:
+        return msgspec.convert(raw, RequestParams)
+    except msgspec.ValidationError as error:
+        logger.error("request %s has bad dualpath parameters: %s", request.request_id, error)
+        return None

@@ -1,0 +1,185 @@
+"""The half of the connector inside vLLM's worker: it hands work to the traffic thread and waits,
+layer by layer, for what the model needs next.
+
+Two facts of vLLM shape this file. Layer ``k`` writes the KV of new tokens *before* its hooked
+attention runs, so anything loaded into a block that also takes new tokens must be there before
+layer ``k`` begins: layer ``k + 1`` is awaited at the end of ``save_kv_layer(k)``, layer 0 when the
+step begins. And ``start_load_kv`` may run after the forward pass, so loads start in
+``bind_connector_metadata``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from dualpath.config import Role, TimeoutConfig
+from dualpath.engine.metadata import FinishedRequest, StepMetadata, StepRequest
+from dualpath.transfer.decode import DecodeSession
+from dualpath.transfer.loads import DeviceUse, LayerLoad, LoadFailed
+from dualpath.transfer.manager import Session, TrafficManager
+from dualpath.transfer.prefill import PrefillSession, PushBlock
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S: Final = 0.002
+"""A step without tokens exists only to collect finished transfers: pause instead of spinning."""
+
+
+class _Active:
+    """A request of the current step that moves KV."""
+
+    __slots__ = ("failed", "load", "session", "step", "use")
+
+    def __init__(self, step: StepRequest, session: Session, use: DeviceUse) -> None:
+        self.step = step
+        self.session = session
+        self.use = use
+        self.load: LayerLoad | None = None
+        self.failed = False
+
+
+class WorkerSide:
+    """See ``KVConnectorBase_V1``'s worker-side methods, which delegate here. vLLM's thread only."""
+
+    def __init__(
+        self, manager: TrafficManager, role: Role, num_layers: int, timeouts: TimeoutConfig
+    ) -> None:
+        self._manager = manager
+        self._role = role
+        self._num_layers = num_layers
+        self._timeouts = timeouts
+        self._uses: dict[str, DeviceUse] = {}
+        self._freeing: dict[str, DeviceUse] = {}
+        self._names: dict[str, tuple[str, int]] = {}
+        self._active: list[_Active] = []
+        self._failed_blocks: set[int] = set()
+        self._step_tokens = 0
+        self._pause = threading.Event()
+
+    # ---- a step begins -----------------------------------------------------------------------
+
+    def preempted(self, meta: StepMetadata) -> None:
+        """vLLM is about to hand these requests' blocks to others: let go of them first."""
+        for request_id in meta.preempted:
+            use = self._uses.get(request_id)
+            name = self._names.get(request_id)
+            if use is None or name is None:
+                continue
+            session = self._manager.session(*name)
+            if isinstance(session, DecodeSession):
+                self._manager.call(session.forget_device)
+            if not use.wait_idle(self._timeouts.transfer):
+                logger.warning("%s: transfers outlive the preemption; giving up on them", name[0])
+                if isinstance(session, PrefillSession):
+                    self._manager.call(lambda s=session: s.abandon("preempted during a transfer"))
+
+    def begin(self, meta: StepMetadata) -> None:
+        """Start this step's loads and wait for layer 0."""
+        self._step_tokens = meta.scheduled_tokens
+        self._active = []
+        for step in meta.requests:
+            session = self._manager.session(step.rid, step.attempt)
+            use = self._uses.setdefault(step.request_id, DeviceUse())
+            self._names[step.request_id] = (step.rid, step.attempt)
+            if session is None:
+                self._lost(step)
+                continue
+            active = _Active(step, session, use)
+            self._active.append(active)
+            if isinstance(session, PrefillSession) and step.hit_blocks is not None:
+                self._manager.call(lambda s=session, n=step.hit_blocks: s.begin(n))
+            if step.load:
+                active.load = load = LayerLoad(step.request_id, step.load, self._num_layers)
+                use.enter()
+                self._manager.call(lambda s=session, x=load, u=use: s.load(x, u))
+        for finished in meta.finished:
+            self._finish(finished)
+        for active in self._active:
+            self._await_layer(active, 0)
+            if not active.session.spec.layerwise:
+                self._await_layer(active, self._num_layers - 1)
+
+    def _lost(self, step: StepRequest) -> None:
+        """The session is closed: vLLM's abort is on its way. What would have been loaded is
+        marked as missing, so that no token is ever computed from an empty block."""
+        for block in step.load:
+            self._failed_blocks.update(block.engine_blocks)
+
+    def _finish(self, finished: FinishedRequest) -> None:
+        use = self._uses.pop(finished.request_id, None) or DeviceUse()
+        self._names.pop(finished.request_id, None)
+        session = self._manager.session(finished.rid, finished.attempt)
+        if isinstance(session, DecodeSession):
+            if finished.persist:
+                blocks = finished.persist
+                use.enter(len(blocks))
+                self._manager.call(lambda s=session, b=blocks, u=use: s.persist(b, u))
+            self._manager.call(session.vllm_finished)
+        elif isinstance(session, PrefillSession):
+            self._manager.call(lambda s=session, ok=finished.ok: s.vllm_finished(ok))
+        if finished.holds_blocks:
+            self._freeing[finished.request_id] = use
+
+    # ---- layer by layer ----------------------------------------------------------------------
+
+    def _await_layer(self, active: _Active, layer: int) -> None:
+        if active.load is None or active.failed:
+            return
+        try:
+            active.load.wait(layer, self._timeouts.layer)
+        except LoadFailed as error:
+            logger.warning("%s: computing hit tokens again: %s", active.step.rid, error)
+            active.failed = True
+            active.load.cancel("given up")
+            for block in active.step.load:
+                self._failed_blocks.update(block.engine_blocks)
+
+    def after_layer(self, layer: int) -> None:
+        """Layer ``layer`` of this step is computed: push it, and wait for the next one's KV."""
+        for active in self._active:
+            if active.session.spec.layerwise:
+                self._push(active, layer)
+            if layer + 1 < self._num_layers:
+                self._await_layer(active, layer + 1)
+
+    def _push(self, active: _Active, layer: int) -> None:
+        blocks: Sequence[PushBlock] = active.step.push
+        session = active.session
+        if not blocks or active.failed or not isinstance(session, PrefillSession):
+            return
+        active.use.enter()
+        self._manager.call(lambda s=session, u=active.use: s.push_layer(layer, blocks, u))
+
+    def end(self) -> None:
+        """The step is computed: what was not pushed layer by layer goes now, and finished
+        blocks are made durable."""
+        for active in self._active:
+            session = active.session
+            if not session.spec.layerwise:
+                for layer in range(self._num_layers):
+                    self._push(active, layer)
+            if isinstance(session, DecodeSession) and active.step.persist and not active.failed:
+                blocks = active.step.persist
+                active.use.enter(len(blocks))
+                self._manager.call(lambda s=session, b=blocks, u=active.use: s.persist(b, u))
+        self._active = []
+
+    # ---- results ----------------------------------------------------------------------------
+
+    def take_freed(self) -> set[str]:
+        """Requests whose blocks nothing uses any more."""
+        freed = {request_id for request_id, use in self._freeing.items() if use.idle}
+        if not freed and self._freeing and not self._step_tokens:
+            self._pause.wait(_IDLE_WAIT_S)
+            freed = {request_id for request_id, use in self._freeing.items() if use.idle}
+        for request_id in freed:
+            del self._freeing[request_id]
+        return freed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Engine blocks whose load failed in this step."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed

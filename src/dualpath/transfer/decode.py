@@ -1,0 +1,361 @@
+"""A request on a decode engine: D1, the DE buffer, P5 / D5, and making blocks durable.
+
+The DE buffer's slots of a request are written by two others, the store (D1) and the PE (P4, D4).
+The slots therefore count as under I/O from the moment the PE may be told about them until the
+front says that the PE is done (``GoDecode``) or that it will never write again (``Close``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+
+from dualpath.blocks import extend_keys
+from dualpath.control.messages import (
+    Allocated,
+    BlockRef,
+    Closed,
+    OpenDecode,
+    Opened,
+    Published,
+    TurnDurable,
+)
+from dualpath.storage import BlockId
+from dualpath.transfer.errors import PoolTimeout, PoolTooSmall
+from dualpath.transfer.hbm import Run, layer_runs
+from dualpath.transfer.loads import DeviceUse, LayerLoad
+from dualpath.transfer.services import Services, block_ids
+from dualpath.transfer.slots import IoToken, Lease
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PersistBlock:
+    """A block completed by decoding: where it lies in the cache, and its tokens."""
+
+    index: int
+    engine_blocks: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class DecodeSession:
+    """One request's KV on a DE. Every method runs in the traffic thread."""
+
+    def __init__(self, services: Services, message: OpenDecode) -> None:
+        self._services = services
+        self.spec = message.spec
+        self._first, self._last = message.read
+        self.owner = f"{self.spec.rid}#{self.spec.attempt}"
+        self._keys = list(self.spec.keys)
+        self._lease: Lease | None = None
+        self._remote_io: IoToken | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: set[LayerLoad] = set()
+        self._waiting: list[tuple[PersistBlock, DeviceUse]] = []
+        self._persisting = 0
+        self._persister: asyncio.Task[None] | None = None
+        self._skipped = 0
+        self._ready = False
+        self._loaded = False
+        self._expects_vllm = True
+        self._vllm_over = False
+        self._durable_sent = False
+        self._closing = False
+        self.closed = asyncio.Event()
+
+    # ---- opening ----------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take room for the whole prompt, answer ``Allocated``, read, answer ``Opened``."""
+        self._services.spawn(self._open(), f"open {self.owner}", self._tasks)
+
+    async def _open(self) -> None:
+        services = self._services
+        blocks = services.layout.blocks_for_tokens(self.spec.prompt_tokens)
+        start = time.monotonic()
+        slots: list[int] = []
+        try:
+            if not self.spec.bypass:
+                self._lease = await services.buffer.pool.allocate(
+                    self.owner, blocks, services.timeouts.admission
+                )
+                self._remote_io = self._lease.begin_io(self._lease.slots)
+                slots = list(self._lease.slots)
+        except (PoolTooSmall, PoolTimeout) as error:
+            services.send(
+                Opened(
+                    rid=self.spec.rid,
+                    attempt=self.spec.attempt,
+                    error=str(error),
+                    permanent=isinstance(error, PoolTooSmall),
+                )
+            )
+            return
+        wait_s = time.monotonic() - start
+        services.send(
+            Allocated(rid=self.spec.rid, attempt=self.spec.attempt, slots=slots, wait_s=wait_s)
+        )
+        start = time.monotonic()
+        good = self._last - self._first
+        if good and self._lease is not None:
+            ids = block_ids(self.spec.root, self.spec.keys, self._first, self._last)
+            good = await services.read_blocks(
+                self.spec.root, ids, self._lease, self._lease.slots[self._first : self._last]
+            )
+            services.counters["de_path_read_bytes"] += good * services.layout.full_block_bytes
+        services.send(
+            Opened(
+                rid=self.spec.rid,
+                attempt=self.spec.attempt,
+                good_blocks=good,
+                wait_s=wait_s,
+                read_s=time.monotonic() - start,
+            )
+        )
+
+    # ---- the buffer is complete ------------------------------------------------------------------
+
+    def go(self, good_blocks: int, *, decode: bool) -> None:
+        """The PE is done: every slot holds its block. Make the new Full Blocks durable."""
+        if self._ready or self._closing:
+            return
+        self._ready = True
+        self._expects_vllm = decode
+        if self._remote_io is not None:
+            self._remote_io.end()
+            self._remote_io = None
+        full = self._services.layout.full_blocks_in(self.spec.prompt_tokens)
+        if full > good_blocks:
+            ids = block_ids(self.spec.root, self._keys, good_blocks, full)
+            self._begin_persist()
+            self._spawn(self._persist_prompt(ids, good_blocks, full), f"persist {self.owner}")
+        if not decode:
+            self._maybe_release()
+        self._maybe_durable()
+
+    async def _persist_prompt(self, ids: Sequence[BlockId], first: int, last: int) -> None:
+        try:
+            if not self.spec.persist:
+                self._announce(ids)
+            elif self._lease is not None:
+                self._skipped += await self._services.write_blocks(
+                    self.spec.root, ids, self._lease, self._lease.slots[first:last],
+                    self._services.buffer,
+                )  # fmt: skip
+        finally:
+            self._end_persist()
+
+    def _announce(self, ids: Sequence[BlockId]) -> None:
+        """Oracle mode: the index learns of the blocks although nothing was written."""
+        refs = [BlockRef(key=block.key, parent=block.parent) for block in ids]
+        self._services.send(Published(root=self.spec.root, blocks=refs))
+
+    # ---- P5 / D5 -----------------------------------------------------------------------------
+
+    def load(self, load: LayerLoad, use: DeviceUse) -> None:
+        """Copy the prompt's KV into the device cache, then give the buffer back."""
+        self._loads.add(load)
+        task = self._services.spawn(self._run_load(load), f"load {self.owner}", self._tasks)
+
+        def over(done: asyncio.Task[None]) -> None:
+            self._loads.discard(load)
+            use.leave()
+            load.fail("the session was closed" if done.cancelled() else "the load ended early")
+            self._maybe_release()
+
+        task.add_done_callback(over)
+
+    async def _run_load(self, load: LayerLoad) -> None:
+        services = self._services
+        layers = services.layout.num_layers
+        if self.spec.bypass:
+            load.advance(layers)
+            return
+        if not self._ready or self._lease is None:
+            load.fail("the decode buffer does not hold this prompt")
+            return
+        for layer in range(layers):
+            offset = services.layout.layer_offset_bytes(layer)
+            runs = []
+            for block in load.blocks:
+                host = services.buffer.address(self._lease.slots[block.index]) + offset
+                runs += [
+                    Run(host_address, device, size)
+                    for device, host_address, size in layer_runs(
+                        services.cache, layer, block.engine_blocks, host
+                    )
+                ]
+            await services.copy_for_load(load, runs)
+            load.advance(layer + 1)
+        self._loaded = True
+
+    def _maybe_release(self) -> None:
+        """The buffer is given back once its bytes are in the cache (or never will be needed);
+        slots that are still being written to storage stay owned until that is over."""
+        if self._lease is None or self._loads or not self._ready:
+            return
+        if self._loaded or self._vllm_over or not self._expects_vllm:
+            self._lease.release()
+
+    # ---- durability ----------------------------------------------------------------------------
+
+    def persist(self, blocks: Sequence[PersistBlock], use: DeviceUse) -> None:
+        """Blocks completed by decoding. ``use`` was entered once per block."""
+        if self._closing:
+            use.leave(len(blocks))
+            return
+        for block in blocks:
+            self._waiting.append((block, use))
+        self._begin_persist(len(blocks))
+        if self._persister is None:
+            self._persister = self._spawn(self._persist_device(), f"persist {self.owner}")
+
+    async def _persist_device(self) -> None:
+        """Copy completed blocks out of the cache and write them, oldest first."""
+        services = self._services
+        try:
+            while self._waiting:
+                count = min(len(self._waiting), services.batch_blocks, services.staging.pool.slots)
+                lease = await services.staging.pool.allocate(
+                    self.owner, count, services.timeouts.admission
+                )
+                with lease:
+                    # What was dropped while we waited for room is not here any more.
+                    batch = self._waiting[:count]
+                    del self._waiting[:count]
+                    count = len(batch)
+                    ids = await self._copy_out(batch, lease)
+                    if self.spec.persist:
+                        self._skipped += await services.write_blocks(
+                            self.spec.root, ids, lease, lease.slots, services.staging
+                        )
+                    else:
+                        self._announce(ids)
+                self._end_persist(count)
+        except PoolTimeout as error:
+            logger.warning("%s: %d blocks not stored: %s", self.owner, len(self._waiting), error)
+            self._drop_waiting()
+        finally:
+            self._persister = None
+
+    async def _copy_out(
+        self, batch: Sequence[tuple[PersistBlock, DeviceUse]], lease: Lease
+    ) -> list[BlockId]:
+        services = self._services
+        runs = []
+        ids = []
+        for (block, _), slot in zip(batch, lease.slots, strict=True):
+            ids.append(self._identify(block))
+            host = services.staging.address(slot)
+            for layer in range(services.layout.num_layers):
+                offset = host + services.layout.layer_offset_bytes(layer)
+                runs += [
+                    Run(device, address, size)
+                    for device, address, size in layer_runs(
+                        services.cache, layer, block.engine_blocks, offset
+                    )
+                ]
+        token = lease.begin_io(lease.slots)
+        future = asyncio.get_running_loop().run_in_executor(
+            services.copiers, services.copy_engine.copy, runs
+        )
+
+        def copied(_: object) -> None:
+            token.end()
+            for _block, use in batch:
+                use.leave()
+
+        future.add_done_callback(copied)
+        moved = await asyncio.shield(future)
+        services.counters["device_to_host_bytes"] += moved
+        return ids
+
+    def _identify(self, block: PersistBlock) -> BlockId:
+        """Key of a block, extending the chain. Blocks come in order, without gaps."""
+        root, size = self.spec.root, self._services.layout.block_tokens
+        if block.index == len(self._keys):
+            parent = self._keys[-1] if self._keys else root
+            self._keys += extend_keys(parent, block.tokens, size)
+        return block_ids(root, self._keys, block.index, block.index + 1)[0]
+
+    def _drop_waiting(self) -> None:
+        for _, use in self._waiting:
+            use.leave()
+        self._skipped += len(self._waiting)
+        self._services.counters["persist_dropped_blocks"] += len(self._waiting)
+        dropped = len(self._waiting)
+        self._waiting.clear()
+        self._end_persist(dropped)
+
+    def forget_device(self) -> None:
+        """vLLM is about to reuse the request's cache blocks (preemption): what has not been
+        copied out yet is given up. Copies in progress end by themselves."""
+        self._drop_waiting()
+
+    def vllm_finished(self) -> None:
+        """vLLM's request is over; no more blocks come."""
+        self._vllm_over = True
+        self._maybe_release()
+        self._maybe_durable()
+
+    def _begin_persist(self, count: int = 1) -> None:
+        self._persisting += count
+
+    def _end_persist(self, count: int = 1) -> None:
+        self._persisting -= count
+        self._maybe_durable()
+
+    def _maybe_durable(self) -> None:
+        over = self._vllm_over or not self._expects_vllm
+        if self._ready and over and not self._persisting and not self._durable_sent:
+            self._durable_sent = True
+            if not self._closing:
+                self._services.send(
+                    TurnDurable(rid=self.spec.rid, attempt=self.spec.attempt, skipped=self._skipped)
+                )
+
+    # ---- ending ---------------------------------------------------------------------------------
+
+    def close(self, reason: str, *, remote_over: bool = True) -> None:
+        """End the session.
+
+        ``remote_over`` says that the PE will not write any more. Without that word (the front
+        is gone) the slots stay owned until ``remote_gone`` is called.
+        """
+        if not self._closing:
+            self._closing = True
+            self._spawn(self._close(reason), f"close {self.owner}")
+        if remote_over:
+            self.remote_gone()
+
+    def remote_gone(self) -> None:
+        """The PE is known to do no more I/O on this session."""
+        if self._remote_io is not None:
+            self._remote_io.end()
+            self._remote_io = None
+
+    @property
+    def holds_remote(self) -> bool:
+        """Slots are still promised to a PE."""
+        return self._remote_io is not None
+
+    async def _close(self, reason: str) -> None:
+        for load in list(self._loads):
+            load.fail(reason)
+        self._drop_waiting()
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        self.closed.set()
+        self._services.send(Closed(rid=self.spec.rid, attempt=self.spec.attempt))
+
+    def _spawn(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        return self._services.spawn(coroutine, name, self._tasks)

@@ -1,0 +1,221 @@
+"""What the sessions of one engine share: memory, ledgers, store, peers, threads, counters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dualpath.blocks import BlockLayout
+from dualpath.config import EngineConfig, TimeoutConfig
+from dualpath.control.messages import BlockRef, Dropped, Message, PeerInfo, Published
+from dualpath.storage import BlockId, BlockStore, ReadStatus, WriteStatus
+from dualpath.transfer.agent import PeerAgent
+from dualpath.transfer.hbm import CopyEngine, DeviceCache, Run
+from dualpath.transfer.loads import LayerLoad
+from dualpath.transfer.memory import Region
+from dualpath.transfer.slots import Lease, SlotPool
+
+T = TypeVar("T")
+
+
+class SessionError(RuntimeError):
+    """A session cannot go on; ``permanent`` when trying again cannot help."""
+
+    def __init__(self, reason: str, *, permanent: bool = False) -> None:
+        super().__init__(reason)
+        self.permanent = permanent
+
+
+@dataclass(slots=True)
+class Arena:
+    """A region cut into equal slots, and the ledger of who owns them."""
+
+    region: Region
+    pool: SlotPool
+
+    def address(self, slot: int) -> int:
+        """Address of a slot."""
+        return self.region.address + slot * self.pool.slot_bytes
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot."""
+        return self.region.view(slot * self.pool.slot_bytes, self.pool.slot_bytes)
+
+
+@dataclass(slots=True)
+class Services:
+    """Shared by all sessions of one engine. Belongs to the traffic thread.
+
+    Attributes:
+        buffer: the PE or DE buffer, in Full Blocks.
+        staging: a PE's landing memory (Layer Blocks) or a DE's persist memory (Full Blocks).
+        send: queues a message to the front.
+        on_crash: takes the engine out of service when a background task dies unexpectedly.
+        readers, writers, copiers: one thread each. Storage reads of different requests take
+            turns batch by batch, because each batch is queued separately.
+        read_queue_tokens: tokens waiting in, or being read by, storage reads.
+    """
+
+    layout: BlockLayout
+    cache: DeviceCache
+    copy_engine: CopyEngine
+    buffer: Arena
+    staging: Arena
+    agent: PeerAgent
+    store: BlockStore
+    timeouts: TimeoutConfig
+    engine: EngineConfig
+    batch_blocks: int
+    send: Callable[[Message], None]
+    on_crash: Callable[[str], None]
+    peers: dict[str, PeerInfo] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+    read_queue_tokens: int = 0
+    readers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "dualpath-read")
+    )
+    writers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "dualpath-write")
+    )
+    copiers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "dualpath-copy")
+    )
+
+    def spawn(
+        self, work: Coroutine[None, None, None], name: str, tasks: set[asyncio.Task[None]]
+    ) -> asyncio.Task[None]:
+        """Start a background task that is kept in ``tasks`` while it runs. One that dies of an
+        error nobody handled takes the engine out of service: nothing fails silently."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        tasks.add(task)
+
+        def over(done: asyncio.Task[None]) -> None:
+            tasks.discard(done)
+            if not done.cancelled() and (error := done.exception()) is not None:
+                self.on_crash(f"task {name!r} died: {type(error).__name__}: {error}")
+
+        task.add_done_callback(over)
+        return task
+
+    async def _in_thread(
+        self, pool: ThreadPoolExecutor, lease: Lease, slots: Sequence[int], work: Callable[[], T]
+    ) -> T:
+        """Run blocking I/O on slots in a thread. The slots keep their owner until the thread is
+        done with them, also when the awaiting task is cancelled meanwhile."""
+        token = lease.begin_io(list(slots))
+        future = asyncio.get_running_loop().run_in_executor(pool, work)
+        future.add_done_callback(lambda _: token.end())
+        return await asyncio.shield(future)
+
+    async def read_blocks(
+        self, root: bytes, blocks: Sequence[BlockId], lease: Lease, slots: Sequence[int]
+    ) -> int:
+        """Read blocks into slots of the lease, batch by batch (P1, D1).
+
+        Returns:
+            How many leading blocks are good. Reading stops at the first that is not.
+        """
+        tokens = len(blocks) * self.layout.block_tokens
+        self.read_queue_tokens += tokens
+        good = 0
+        try:
+            for start in range(0, len(blocks), self.batch_blocks):
+                batch = blocks[start : start + self.batch_blocks]
+                taken = slots[start : start + len(batch)]
+                views = [self.buffer.view(slot) for slot in taken]
+
+                def work(
+                    batch: Sequence[BlockId] = batch, views: list[memoryview] = views
+                ) -> list[ReadStatus]:
+                    # The clock starts when the batch's turn comes, not while it queues.
+                    return self.store.read(
+                        root, batch, views, time.monotonic() + self.timeouts.storage
+                    )
+
+                statuses = await self._in_thread(self.readers, lease, taken, work)
+                done = len(batch) * self.layout.block_tokens
+                self.read_queue_tokens -= done
+                tokens -= done
+                for block, status in zip(batch, statuses, strict=True):
+                    if status is not ReadStatus.OK:
+                        self.counters[f"storage_read_{status.name.lower()}_blocks"] += 1
+                        if status in (ReadStatus.MISSING, ReadStatus.CORRUPT):
+                            self.send(Dropped(root=root, keys=[block.key], reason=status.name))
+                        return good
+                    good += 1
+            return good
+        finally:
+            self.read_queue_tokens -= tokens
+
+    async def write_blocks(
+        self,
+        root: bytes,
+        blocks: Sequence[BlockId],
+        lease: Lease,
+        slots: Sequence[int],
+        arena: Arena,
+    ) -> int:
+        """Persist blocks from slots and announce those that are durable.
+
+        Returns:
+            How many could not be stored. Serving goes on without them.
+        """
+        skipped = 0
+        for start in range(0, len(blocks), self.batch_blocks):
+            batch = blocks[start : start + self.batch_blocks]
+            taken = slots[start : start + len(batch)]
+            views = [arena.view(slot) for slot in taken]
+
+            def work(
+                batch: Sequence[BlockId] = batch, views: list[memoryview] = views
+            ) -> list[WriteStatus]:
+                return self.store.write(
+                    root, batch, views, time.monotonic() + self.timeouts.storage
+                )
+
+            statuses = await self._in_thread(self.writers, lease, taken, work)
+            durable = []
+            for block, status in zip(batch, statuses, strict=True):
+                if status in (WriteStatus.PUBLISHED, WriteStatus.PRESENT):
+                    durable.append(BlockRef(key=block.key, parent=block.parent))
+                else:
+                    skipped += 1
+                    self.counters[f"storage_write_{status.name.lower()}_blocks"] += 1
+            if durable:
+                self.send(Published(root=root, blocks=durable))
+        return skipped
+
+    async def copy_for_load(self, load: LayerLoad, runs: Sequence[Run]) -> None:
+        """Copy into the device cache on behalf of ``load``, unless it is over."""
+        if not runs:
+            return
+
+        def work() -> None:
+            if not load.enter_copy():
+                return
+            moved = 0
+            try:
+                moved = self.copy_engine.copy(runs)
+            finally:
+                load.leave_copy(moved)
+
+        await asyncio.get_running_loop().run_in_executor(self.copiers, work)
+        self.counters["host_to_device_bytes"] += sum(run.nbytes for run in runs)
+
+    def shutdown(self) -> None:
+        """Stop the threads; what they are doing ends first."""
+        for pool in (self.readers, self.writers, self.copiers):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def block_ids(root: bytes, keys: Sequence[bytes], first: int, last: int) -> list[BlockId]:
+    """Blocks ``first .. last`` of a chain, each with its parent."""
+    return [
+        BlockId(key=keys[index], parent=keys[index - 1] if index else root)
+        for index in range(first, last)
+    ]
