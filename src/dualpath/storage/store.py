@@ -1,0 +1,261 @@
+"""The persistent KV store: a directory of Full Blocks shared by all engines of a cluster."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from dualpath.blocks import KEY_BYTES, BlockLayout
+from dualpath.storage.blockio import BlockIO
+from dualpath.storage.counters import Counters
+from dualpath.storage.limiter import Limiter
+from dualpath.storage.memory import check_slot
+from dualpath.storage.paths import BLOCKS_DIR, TMP_DIR, block_path, scan_blocks
+from dualpath.storage.probe import choose_direct, choose_io
+from dualpath.storage.reading import BlockReader
+from dualpath.storage.tempdir import TempArea
+from dualpath.storage.types import (
+    BlockId,
+    CapacityNotEnforcedError,
+    ReadStatus,
+    StoreClosedError,
+    StoreError,
+    WriteStatus,
+)
+from dualpath.storage.writing import BlockWriter
+
+log = logging.getLogger(__name__)
+
+_SYNC_THREADS: Final = 8
+_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+class BlockStore:
+    """An open store.
+
+    Any number of threads may call, in any number of processes that share the directory; calls
+    block. Outcomes of single blocks come back as statuses; exceptions mean that the call itself
+    was wrong. Slots belong to the store while a call lasts and are the caller's again, for good,
+    when it returns: nothing writes into them afterwards, whatever the statuses say. That is also
+    the one wait a deadline cannot cut short: I/O that the kernel has started is waited for.
+
+    Attributes:
+        io_name: ``nixl`` or ``threads``: what was chosen.
+        direct: whether files are opened with O_DIRECT.
+        writable: False when the directory could only be opened for reading.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layout: BlockLayout,
+        io: BlockIO,
+        temp: TempArea | None,
+        reader: BlockReader,
+        writer: BlockWriter,
+        counters: Counters,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """Use ``open``."""
+        self.path = path
+        self.layout = layout
+        self.io_name = io.name
+        self.direct = bool(reader.open_flags & os.O_DIRECT)
+        self.writable = temp is not None
+        self._io = io
+        self._temp = temp
+        self._reader = reader
+        self._writer = writer
+        self._counters = counters
+        self._pool = pool
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        layout: BlockLayout,
+        *,
+        io: str = "auto",
+        direct: str = "auto",
+        fsync: bool = True,
+        batch_blocks: int = 32,
+        read_limiter: Limiter | None = None,
+        write_limiter: Limiter | None = None,
+        capacity_bytes: int = 0,
+    ) -> BlockStore:
+        """Open the store at ``path``, making it when missing, and remove what dead writers left.
+
+        Args:
+            path: a directory on any POSIX file system that all engines reach.
+            layout: geometry of the blocks; a file of another geometry counts as corrupt.
+            io: ``nixl``, ``threads`` or ``auto``; direct: ``on``, ``off`` or ``auto``.
+            fsync: wait for stable storage before a block becomes visible.
+            batch_blocks: most blocks in one submission.
+            read_limiter, write_limiter: the node's storage NIC; unlimited when None.
+            capacity_bytes: must be 0 for now.
+
+        Raises:
+            CapacityNotEnforcedError: a capacity is set.
+            UnsupportedIoError: ``io`` or ``direct`` demands what does not work here.
+            StoreError: the directory cannot be used, or an argument is wrong.
+        """
+        # Capacity belongs here: a ledger shared by the processes, asked before each draft is
+        # made and told of each publish, eviction by maintenance.gc's order.
+        if capacity_bytes:
+            raise CapacityNotEnforcedError(
+                f"storage.capacity: {capacity_bytes} bytes are asked for, but no limit is "
+                "enforced yet; set it to '0B' and use gc to make room"
+            )
+        if batch_blocks < 1:
+            raise StoreError(f"batch_blocks must be at least 1, got {batch_blocks}")
+        store = Path(path).absolute()
+        temp = _prepare(store)
+        try:
+            use_direct = choose_direct(direct, temp)
+            method = choose_io(io, temp, use_direct, batch_blocks)
+        except StoreError:
+            if temp is not None:
+                temp.close()
+            raise
+        flags = os.O_DIRECT if use_direct else 0
+        counters = Counters()
+        pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="dualpath-sync")
+        reader = BlockReader(
+            store, layout.full_block_bytes, layout.slot_bytes, method, flags, batch_blocks,
+            read_limiter or Limiter.unlimited(), temp, counters,
+        )  # fmt: skip
+        writer = BlockWriter(
+            store, layout, method, flags, fsync, batch_blocks,
+            write_limiter or Limiter.unlimited(), temp, counters, pool,
+        )  # fmt: skip
+        log.info(
+            "store %s: io %s, O_DIRECT %s, fsync %s, %s", store, method.name,
+            "on" if use_direct else "off", "on" if fsync else "off",
+            "writable" if temp else "read-only",
+        )  # fmt: skip
+        return cls(store, layout, method, temp, reader, writer, counters, pool)
+
+    def __enter__(self) -> BlockStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read(
+        self,
+        root: bytes,
+        blocks: Sequence[BlockId],
+        slots: Sequence[memoryview],
+        deadline: float,
+    ) -> list[ReadStatus]:
+        """Read ``blocks[i]`` into ``slots[i]`` and verify it.
+
+        A block that fails verification is removed and counted. A slot's content is meaningful
+        only where the status is ``OK``.
+
+        Args:
+            root: namespace digest.
+            slots: writable, page-aligned views of exactly ``layout.slot_bytes``.
+            deadline: ``time.monotonic()`` after which no further batch is started.
+
+        Returns:
+            One status per block.
+
+        Raises:
+            StoreClosedError: the store is closed.
+            ValueError: a name or slot is unusable, or the counts differ.
+        """
+        return self._reader.read(root, blocks, self._checked(root, blocks, slots), deadline)
+
+    def write(
+        self,
+        root: bytes,
+        blocks: Sequence[BlockId],
+        slots: Sequence[memoryview],
+        deadline: float,
+    ) -> list[WriteStatus]:
+        """Store ``slots[i]`` as ``blocks[i]``, whole or not at all.
+
+        Publishing what is stored already is a success (``PRESENT``) and moves no bytes. The
+        slots must not change while the call lasts. A private file never outlives the call.
+
+        Args, Raises: as ``read``.
+
+        Returns:
+            One status per block.
+        """
+        return self._writer.write(root, blocks, self._checked(root, blocks, slots), deadline)
+
+    def scan(self, root: bytes | None = None) -> Iterator[tuple[bytes, BlockId]]:
+        """``(root, block)`` of every published block; see ``paths.scan_blocks``."""
+        self._check_open()
+        return scan_blocks(self.path, root)
+
+    def remove(self, root: bytes, block: BlockId) -> bool:
+        """Take a block away; a reader that has it open finishes undisturbed.
+
+        Returns:
+            Whether it was there.
+
+        Raises:
+            OSError: it is there and cannot be removed.
+        """
+        self._check_open()
+        try:
+            block_path(self.path, root, block).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def counters(self) -> dict[str, int]:
+        """Monotonic totals of this open store; ``Counters`` lists the names."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """Release threads, handles and the private folder. No call may be under way."""
+        if self._closed:
+            return
+        self._closed = True
+        self._io.close()
+        self._pool.shutdown(wait=True)
+        if self._temp is not None:
+            self._temp.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"store {self.path} is closed")
+
+    def _checked(
+        self, root: bytes, blocks: Sequence[BlockId], slots: Sequence[memoryview]
+    ) -> list[memoryview]:
+        self._check_open()
+        if len(blocks) != len(slots):
+            raise ValueError(f"{len(blocks)} blocks but {len(slots)} slots")
+        for digest in (root, *(part for block in blocks for part in (block.key, block.parent))):
+            if len(digest) != KEY_BYTES:
+                raise ValueError(f"a root, key or parent is {KEY_BYTES} bytes, not {len(digest)}")
+        return [check_slot(slot, self.layout.slot_bytes) for slot in slots]
+
+
+def _prepare(store: Path) -> TempArea | None:
+    """Make the store's folders; the private one, or None when only reading is possible."""
+    try:
+        (store / BLOCKS_DIR).mkdir(parents=True, exist_ok=True)
+        return TempArea.create(store / TMP_DIR)
+    except OSError as error:
+        if error.errno in _READ_ONLY and (store / BLOCKS_DIR).is_dir():
+            log.warning("store %s can only be read: %s", store, error.strerror)
+            return None
+        raise StoreError(f"storage.path: {store} cannot be used: {error.strerror}") from error

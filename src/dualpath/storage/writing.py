@@ -1,0 +1,300 @@
+"""Writing blocks: whole in a private file first, then made visible in one step."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from errno import EIO, ETIMEDOUT
+from pathlib import Path
+from typing import Final
+
+from dualpath.blocks import BlockLayout
+from dualpath.storage.blockio import BlockIO, Direction, IoOp
+from dualpath.storage.counters import Counters
+from dualpath.storage.header import HEADER_BYTES, BlockHeader, checksum
+from dualpath.storage.limiter import Limiter
+from dualpath.storage.memory import aligned_buffers
+from dualpath.storage.paths import BLOCKS_DIR, block_dir, block_path
+from dualpath.storage.tempdir import TempArea
+from dualpath.storage.types import BlockId, WriteStatus
+
+log = logging.getLogger(__name__)
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
+
+
+def status_of(code: int) -> WriteStatus:
+    """What an errno means to whoever wanted the block stored."""
+    if code in _FULL:
+        return WriteStatus.FULL
+    if code in _READ_ONLY:
+        return WriteStatus.READ_ONLY
+    return WriteStatus.EXPIRED if code == ETIMEDOUT else WriteStatus.FAILED
+
+
+def fingerprint(layout: BlockLayout) -> str:
+    """Geometry in words, kept in every header."""
+    return (
+        f"layers={layout.num_layers} tokens={layout.block_tokens} "
+        f"token_layer_bytes={layout.token_layer_bytes}"
+    )
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A block on its way: its private file while that is open."""
+
+    block: BlockId
+    path: Path
+    fd: int
+    op: IoOp
+    code: int = 0
+
+
+@dataclass(slots=True)
+class BlockWriter:
+    """Publishes blocks. Thread safe.
+
+    Attributes:
+        store: the store's directory.
+        open_flags: added when a file is opened (O_DIRECT or 0).
+        fsync: whether a block must be on stable storage before it becomes visible.
+        temp: where private files go; None when the store cannot be written.
+        pool: threads that wait for fsync; the file system joins concurrent ones.
+    """
+
+    store: Path
+    layout: BlockLayout
+    io: BlockIO
+    open_flags: int
+    fsync: bool
+    batch_blocks: int
+    limiter: Limiter
+    temp: TempArea | None
+    counters: Counters
+    pool: ThreadPoolExecutor
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _durable_dirs: set[Path] = field(default_factory=set)
+
+    def write(
+        self,
+        root: bytes,
+        blocks: Sequence[BlockId],
+        slots: Sequence[memoryview],
+        deadline: float,
+    ) -> list[WriteStatus]:
+        """See ``BlockStore.write``."""
+        statuses: list[WriteStatus] = []
+        file_bytes = HEADER_BYTES + self.layout.slot_bytes
+        step = self.limiter.pace_blocks(file_bytes, self.batch_blocks)
+        headers = aligned_buffers(min(step, len(blocks)), HEADER_BYTES) if blocks else []
+        for start in range(0, len(blocks), step):
+            part = slice(start, start + step)
+            if self.temp is None:
+                statuses += [WriteStatus.READ_ONLY] * len(blocks[part])
+            elif time.monotonic() >= deadline:
+                statuses += [WriteStatus.EXPIRED] * len(blocks[part])
+            else:
+                statuses += self._write_batch(
+                    self.temp, root, blocks[part], slots[part], headers, deadline
+                )
+        self.counters.add_statuses(statuses)
+        return statuses
+
+    def _write_batch(
+        self,
+        temp: TempArea,
+        root: bytes,
+        blocks: Sequence[BlockId],
+        slots: Sequence[memoryview],
+        headers: Sequence[memoryview],
+        deadline: float,
+    ) -> list[WriteStatus]:
+        statuses = [WriteStatus.PRESENT] * len(blocks)
+        absent = [i for i, block in enumerate(blocks) if not self._present(root, block)]
+        if not absent:
+            return statuses
+        file_bytes = HEADER_BYTES + self.layout.slot_bytes
+        passed_s = self.limiter.reserve(len(absent) * file_bytes, deadline)
+        if passed_s is None:
+            for index in absent:
+                statuses[index] = WriteStatus.EXPIRED
+            return statuses
+        with self._drafts(temp) as drafts:
+            for index in absent:
+                made = self._draft(temp, root, blocks[index], headers[index], slots[index])
+                if isinstance(made, WriteStatus):
+                    statuses[index] = made
+                else:
+                    drafts[index] = made
+            self._fill(drafts, deadline)
+            self.limiter.wait_until(passed_s)
+            for index, draft in drafts.items():
+                statuses[index] = (
+                    status_of(draft.code) if draft.code else self._publish(root, draft)
+                )
+            self._sync_dirs(root, blocks, statuses)
+        return statuses
+
+    def _present(self, root: bytes, block: BlockId) -> bool:
+        path = block_path(self.store, root, block)
+        try:
+            size = path.stat().st_size
+        except OSError:
+            return False  # absent, or whatever it is will show when we try to write
+        if size == HEADER_BYTES + self.layout.slot_bytes:
+            return True
+        # A file of a wrong size can only be damaged; it would keep the good one out for ever.
+        log.warning("block %s has %d bytes: replacing it", path, size)
+        try:
+            path.unlink()
+        except OSError as error:
+            log.warning("block %s cannot be removed: %s", path, error.strerror)
+        return False
+
+    @contextmanager
+    def _drafts(self, temp: TempArea) -> Iterator[dict[int, _Draft]]:
+        """Private files that are gone at the end, however it comes."""
+        drafts: dict[int, _Draft] = {}
+        try:
+            yield drafts
+        finally:
+            for draft in drafts.values():
+                os.close(draft.fd)
+                try:
+                    draft.path.unlink()
+                except FileNotFoundError:
+                    pass  # it was renamed into place, or the folder vanished
+                except OSError as error:
+                    log.warning("cannot remove %s: %s", draft.path, error.strerror)
+
+    def _draft(
+        self, temp: TempArea, root: bytes, block: BlockId, header: memoryview, slot: memoryview
+    ) -> _Draft | WriteStatus:
+        path = temp.new_path()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self.open_flags
+        try:
+            fd = os.open(path, flags, 0o666)
+        except OSError as error:
+            log.warning("cannot create %s: %s", path, error.strerror)
+            return status_of(error.errno or EIO)
+        header[:] = BlockHeader(
+            root, block.key, block.parent, self.layout.full_block_bytes, self.layout.slot_bytes,
+            checksum(slot), fingerprint(self.layout),
+        ).encode()  # fmt: skip
+        return _Draft(block, path, fd, IoOp(fd, header, slot))
+
+    def _fill(self, drafts: dict[int, _Draft], deadline: float) -> None:
+        """Write the private files and make them durable; faults go into ``code``."""
+        pending = list(drafts.values())
+        codes = self.io.transfer(Direction.WRITE, [draft.op for draft in pending], deadline)
+        for draft, code in zip(pending, codes, strict=True):
+            draft.code = code
+            if code:
+                log.warning("cannot write %s: %s", draft.path, os.strerror(code))
+            else:
+                self.counters.add("storage_write_bytes", draft.op.total_bytes)
+        written = [draft for draft in pending if not draft.code]
+        for draft, code in zip(written, self.pool.map(self._settle, written), strict=True):
+            draft.code = code
+
+    def _settle(self, draft: _Draft) -> int:
+        try:
+            # A short write that nobody reported would otherwise surface only at the next read.
+            if os.fstat(draft.fd).st_size != draft.op.total_bytes:
+                return EIO
+            if self.fsync:
+                os.fsync(draft.fd)
+        except OSError as error:
+            log.warning("cannot make %s durable: %s", draft.path, error.strerror)
+            return error.errno or EIO
+        return 0
+
+    def _publish(self, root: bytes, draft: _Draft) -> WriteStatus:
+        """Give the finished file its name: the one step that makes it visible."""
+        path = block_path(self.store, root, draft.block)
+        try:
+            try:
+                self._link(draft.path, path)
+            except FileNotFoundError:
+                self._make_dirs(root, draft.block)
+                self._link(draft.path, path)
+        except FileExistsError:
+            return WriteStatus.PRESENT
+        except OSError as error:
+            log.warning("cannot publish %s: %s", path, error.strerror)
+            return status_of(error.errno or EIO)
+        return WriteStatus.PUBLISHED
+
+    @staticmethod
+    def _link(source: Path, target: Path) -> None:
+        try:
+            target.hardlink_to(source)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # No hard links here. Renaming may replace a block that another process published a
+            # moment ago, with one that means the same.
+            source.rename(target)
+
+    def _make_dirs(self, root: bytes, block: BlockId) -> None:
+        # Not the blocks folder itself: if that is gone the store is, and writing on would fill
+        # whatever lies under a mount point that came off.
+        leaf = block_dir(self.store, root, block.key)
+        for path in (leaf.parent, leaf):
+            path.mkdir(exist_ok=True)
+
+    def _sync_dirs(
+        self, root: bytes, blocks: Sequence[BlockId], statuses: list[WriteStatus]
+    ) -> None:
+        """Make the new names durable; a block whose name is not counts as failed."""
+        if not self.fsync:
+            return
+        by_dir: dict[Path, list[int]] = {}
+        for index, status in enumerate(statuses):
+            # PRESENT too: whoever published it may not have got as far as this.
+            if status in (WriteStatus.PUBLISHED, WriteStatus.PRESENT):
+                by_dir.setdefault(block_dir(self.store, root, blocks[index].key), []).append(index)
+        results = self.pool.map(self._sync_dir, by_dir)
+        for indexes, code in zip(by_dir.values(), results, strict=True):
+            if code:
+                for index in indexes:
+                    statuses[index] = status_of(code)
+
+    def _sync_dir(self, leaf: Path) -> int:
+        try:
+            sync_dir(leaf)
+            with self._lock:
+                known = leaf in self._durable_dirs
+            if not known:
+                # Whoever made these folders may have died before it synced their parents.
+                sync_dir(leaf.parent)
+                sync_dir(self.store / BLOCKS_DIR)
+                with self._lock:
+                    self._durable_dirs.add(leaf)
+        except OSError as error:
+            log.warning("cannot make %s durable: %s", leaf, error.strerror)
+            return error.errno or EIO
+        return 0
+
+
+def sync_dir(path: Path) -> None:
+    """fsync a directory, so that names made in it survive a power failure.
+
+    Raises:
+        OSError: it cannot be opened or synced.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
