@@ -122,6 +122,8 @@ class Hello(Message, frozen=True, kw_only=True):
     stats: EngineStats
     weights_changed: bool = False
     """Its weights were replaced in place and no front has acknowledged that yet."""
+    weights_in_place: bool = False
+    """Its weights were replaced in place at some time in its life, acknowledged or not."""
     secret: str = ""
 
 

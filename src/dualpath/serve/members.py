@@ -1,0 +1,238 @@
+"""The engines that have joined, and what is known of each.
+
+An engine is *lost* when its connection ends: nothing more will be heard of its sessions, so the
+requests on it fail at once. It is *over* when it is certain that it does no more I/O: its process
+is dead, or it has joined again (an engine ends everything old before it says Hello). Only then may
+memory that it could write to be used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from dualpath.config import Role
+from dualpath.control.channel import Channel
+from dualpath.control.messages import (
+    EngineStats,
+    Hello,
+    Message,
+    PeerGone,
+    PeerInfo,
+    PeerUp,
+    ToFront,
+)
+from dualpath.serve.process import ProcessId, identify, is_dead
+from dualpath.serve.sessions import EngineSession, SessionTable
+
+logger = logging.getLogger(__name__)
+_PROOF_POLL_S = 0.05
+
+
+class Member:
+    """One connection of one engine. Belongs to the event loop."""
+
+    def __init__(self, hello: Hello, channel: Channel[ToFront]) -> None:
+        loop = asyncio.get_running_loop()
+        self.hello = hello
+        self.role = Role(hello.role)
+        self.stats: EngineStats = hello.stats
+        self.heard_s = time.monotonic()
+        self.failing = ""
+        self.fresh = True
+        self.in_place = hello.weights_in_place or hello.weights_changed
+        self.sessions = SessionTable()
+        self.lost: asyncio.Future[str] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()
+        self.process: ProcessId | None = identify(hello.host_id, hello.pid)
+        self._channel = channel
+
+    @property
+    def name(self) -> str:
+        """``pe0``, ``de3``."""
+        return self.hello.peer.engine
+
+    @property
+    def peer(self) -> PeerInfo:
+        """What other engines need to reach it."""
+        return self.hello.peer
+
+    @property
+    def usable(self) -> bool:
+        """Whether new work may be sent to it."""
+        return self.fresh and not self.failing and not self.lost.done()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; dropped when the connection is over (``lost`` says so)."""
+        self._channel.send(message)
+
+    def open_session(self, rid: str, attempt: int) -> EngineSession:
+        """A new session; its answers are awaited from now on."""
+        session = EngineSession(self, rid, attempt)
+        self.sessions.add(session)
+        return session
+
+    async def disconnect(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+
+class Members:
+    """All engines. Belongs to the event loop.
+
+    Args:
+        changed: called with a member that has become usable or stopped being so.
+        report_timeout_s: silence after which an engine gets no new work.
+        grace_s: how long after a lost connection an engine on another machine may still be
+            doing I/O that it began before: its own transfers' deadline, doubled.
+    """
+
+    def __init__(
+        self, changed: Callable[[Member], None], *, report_timeout_s: float, grace_s: float
+    ) -> None:
+        self._changed = changed
+        self._report_timeout_s = report_timeout_s
+        self._grace_s = grace_s
+        self._members: dict[str, Member] = {}
+        self._leaving: dict[str, Member] = {}
+        self._burials: set[asyncio.Task[None]] = set()
+        self._past: dict[str, tuple[str, dict[str, float]]] = {}
+        self._news = asyncio.Event()
+
+    def all(self) -> list[Member]:
+        """Every connected engine."""
+        return list(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def get(self, name: str) -> Member | None:
+        """The engine called ``name``, when it is connected."""
+        return self._members.get(name)
+
+    def usable(self, role: Role) -> list[Member]:
+        """Engines of ``role`` that may get work."""
+        return [
+            member for member in self._members.values() if member.role is role and member.usable
+        ]
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one engine of each role is usable."""
+        return all(self.usable(role) for role in Role)
+
+    async def wait_usable(self, role: Role) -> Member:
+        """An engine of ``role``; waits for one to come. The caller sets the deadline."""
+        while not (found := self.usable(role)):
+            self._news.clear()
+            await self._news.wait()
+        return min(found, key=lambda member: (len(member.sessions), member.name))
+
+    def join(self, member: Member) -> None:
+        """Take an engine in and introduce it to the others. Replaces an older connection of the
+        same process; the caller has refused a name that another process holds."""
+        name = member.name
+        old = self._members.pop(name, None)
+        if old is not None:
+            self._lose(old, "the engine connected again")
+        leaving = self._leaving.pop(name, None)
+        for before in (old, leaving):
+            if before is not None:
+                self._end(before, same=before.peer.incarnation == member.peer.incarnation)
+        others = list(self._members.values())
+        self._members[name] = member
+        for other in others:
+            other.send(PeerUp(peer=member.peer))
+            member.send(PeerUp(peer=other.peer))
+        self._tell(member)
+        logger.info("engine %s joined (%s)", name, member.hello.http_url)
+
+    def leave(self, member: Member, reason: str) -> None:
+        """The connection has ended."""
+        if self._members.get(member.name) is not member:
+            return
+        del self._members[member.name]
+        self._leaving[member.name] = member
+        self._lose(member, reason)
+        task = asyncio.create_task(self._bury(member), name=f"burial of {member.name}")
+        self._burials.add(task)
+        task.add_done_callback(self._burials.discard)
+
+    def heard(self, member: Member, stats: EngineStats) -> None:
+        """A report has come."""
+        member.heard_s = time.monotonic()
+        member.stats = stats
+        if not member.fresh:
+            member.fresh = True
+            logger.info("engine %s reports again", member.name)
+            self._tell(member)
+
+    def fail(self, member: Member, reason: str) -> None:
+        """A background part of the engine died."""
+        member.failing = reason
+        logger.error("engine %s is failing: %s", member.name, reason)
+        self._tell(member)
+
+    def check_silence(self) -> None:
+        """Give no new work to engines that have been silent too long."""
+        now = time.monotonic()
+        for member in self._members.values():
+            if member.fresh and now - member.heard_s > self._report_timeout_s:
+                member.fresh = False
+                logger.warning("engine %s is silent; it gets no new work", member.name)
+                self._tell(member)
+
+    def total(self, counter: str) -> dict[str, int]:
+        """A counter by node, over all engines there have been: it never falls."""
+        now = {
+            member.peer.incarnation: (member.hello.node, member.stats.counters)
+            for member in self._members.values()
+        }
+        totals: dict[str, float] = {}
+        for node, counters in {**self._past, **now}.values():
+            totals[node] = totals.get(node, 0) + counters.get(counter, 0)
+        return {node: int(value) for node, value in totals.items()}
+
+    async def close(self) -> None:
+        """Disconnect every engine."""
+        for task in list(self._burials):
+            task.cancel()
+        await asyncio.gather(*self._burials, return_exceptions=True)
+        members = list(self._members.values())
+        await asyncio.gather(*(member.disconnect() for member in members))
+        for member in members:
+            self._lose(member, "the front is stopping")
+        self._members.clear()
+
+    def _lose(self, member: Member, reason: str) -> None:
+        self._past[member.peer.incarnation] = (member.hello.node, member.stats.counters)
+        if not member.lost.done():
+            member.lost.set_result(reason)
+        self._tell(member)
+        logger.warning("engine %s is lost: %s", member.name, reason)
+
+    async def _bury(self, member: Member) -> None:
+        """Wait until the engine certainly does no more I/O, then tell the others."""
+        if member.process is None:
+            await asyncio.wait({member.over}, timeout=self._grace_s)
+        else:
+            while not member.over.done() and not is_dead(member.process):
+                await asyncio.wait({member.over}, timeout=_PROOF_POLL_S)
+        if self._leaving.get(member.name) is member:
+            del self._leaving[member.name]
+            self._end(member, same=False)
+
+    def _end(self, member: Member, *, same: bool) -> None:
+        """``member`` does no more I/O. ``same``: its process lives on under a new connection."""
+        if member.over.done():
+            return
+        member.over.set_result(None)
+        if not same:
+            for other in self._members.values():
+                other.send(PeerGone(engine=member.name, incarnation=member.peer.incarnation))
+
+    def _tell(self, member: Member) -> None:
+        self._news.set()
+        self._changed(member)
