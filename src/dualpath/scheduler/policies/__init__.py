@@ -1,0 +1,1 @@
+"""Scheduling policies: one class per file, found by the file's name (see ``registry``)."""

@@ -1,0 +1,412 @@
+"""The scheduler: which PE, which DE, which read path. Pure: state and ``now`` in, decisions out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from dualpath.config import Role
+from dualpath.scheduler.cluster import Cluster
+from dualpath.scheduler.registry import build
+from dualpath.scheduler.settings import SchedulerSettings
+from dualpath.scheduler.state import Engine, Entry, Group, Queue
+from dualpath.scheduler.types import (
+    Assignment,
+    Decisions,
+    EngineLoad,
+    EngineReport,
+    EngineSpec,
+    ReadPlan,
+    Rejection,
+    RejectReason,
+    Request,
+    SchedulerError,
+    Snapshot,
+)  # fmt: skip
+
+_NO_READ = ReadPlan(0, 0)
+
+
+class Scheduler:
+    """Assigns requests to engines when groups fetch. docs/scheduler.md has the policy on one page.
+
+    One owner: not thread safe. Every call either has its whole effect or raises before it has any,
+    except ``fetch`` with a policy that breaks its protocol.
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        """Raises ValueError when a policy's name is unknown."""
+        self.settings = settings
+        self._prefill, self._decode, self._path = build(settings)
+        self._cluster = Cluster()
+        self._entries: dict[str, Entry] = {}
+        self._fifo: Queue = OrderedDict()  # without a PE
+        self._arrived: Queue = OrderedDict()  # without a DE: the global queue
+        self._parked: Queue = OrderedDict()  # without a DE that could hold them at present
+        self._rejected: list[Rejection] = []  # found between fetches, returned by the next one
+        self._largest_hbm = 0
+        self._arrivals = 0
+        self._completed = 0
+        self._rejections = 0
+
+    # ---- engines -------------------------------------------------------------------------------
+
+    def add_engine(self, spec: EngineSpec) -> None:
+        """An engine joins and gets work from its group's next fetch on.
+
+        Raises:
+            SchedulerError: the name is taken, or group, node and role do not go together.
+        """
+        self._cluster.add(spec)
+        self._largest_hbm = self._cluster.largest_hbm()
+        self._unpark()
+
+    def remove_engine(self, name: str) -> list[str]:
+        """An engine is gone.
+
+        Requests that no fetch has returned yet go back to their queue, in order of arrival. All
+        others that were assigned to it and had not left it are dropped from both sides.
+
+        Returns:
+            The dropped requests in order of arrival: submit them again, or fail them.
+
+        Raises:
+            SchedulerError: no such engine.
+        """
+        engine = self._engine(name)
+        self._take_out(engine)
+        dropped = sorted((hold.entry for hold in engine.holds.values()), key=_arrival)
+        for entry in dropped:
+            self._forget(entry, settled=False)
+        self._cluster.remove(engine)
+        self._largest_hbm = self._cluster.largest_hbm()
+        self._reject_too_large()
+        return [entry.rid for entry in dropped]
+
+    def drain(self, name: str) -> None:
+        """Give an engine no new work; what was returned by a fetch stays on it.
+
+        Raises:
+            SchedulerError: no such engine.
+        """
+        self._take_out(self._engine(name))
+
+    def undrain(self, name: str) -> None:
+        """Let a drained engine get work again.
+
+        Raises:
+            SchedulerError: no such engine.
+        """
+        self._cluster.set_active(self._engine(name), True)
+        self._unpark()
+
+    def silent(self, now_s: float, timeout_s: float) -> list[str]:
+        """Active engines whose last report is more than ``timeout_s`` old (on the clock that
+        ``fetch`` is given); an engine that never reported is not among them."""
+        return [
+            engine.name
+            for engine in self._cluster.engines.values()
+            if engine.active
+            and engine.reported_s is not None
+            and now_s - engine.reported_s > timeout_s
+        ]
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Rejection | None:
+        """Queue a request for a PE and for a DE at once. O(1).
+
+        Returns:
+            Why it can never be served (it is not queued then), else None.
+
+        Raises:
+            SchedulerError: a request of that rid is queued or assigned.
+        """
+        if request.rid in self._entries:
+            raise SchedulerError(f"request {request.rid!r} is queued or assigned already")
+        self._arrivals += 1
+        entry = Entry(request, self._arrivals)
+        if self._largest_hbm and entry.need > self._largest_hbm:
+            return self._rejection(entry)
+        self._entries[entry.rid] = self._fifo[entry.rid] = self._arrived[entry.rid] = entry
+        return None
+
+    def fetch(self, group: str, reports: Sequence[EngineReport], now_s: float) -> Decisions:
+        """The leader of ``group`` reports its engines and asks for work.
+
+        An assignment is returned once, by the fetch of either side that completed it, so it may
+        name engines that this group does not have. A group without engines gets nothing: the
+        fetch was under way when the last of them was removed.
+
+        Args:
+            group: whose leader fetches.
+            reports: state of the group's engines, as many as are known; see ``EngineReport``.
+            now_s: the caller's clock, which must not go backwards.
+
+        Raises:
+            SchedulerError: a report is about an engine of another group.
+        """
+        done: list[Assignment] = []
+        fetching = self._cluster.groups.get(group)
+        if fetching is None:
+            self._cluster.stale_reports += len(reports)
+        else:
+            self._cluster.apply(fetching, reports, self._entries, now_s)
+            if fetching.active:
+                if fetching.role is Role.PREFILL:
+                    self._fetch_prefill(fetching, done)
+                else:
+                    self._place()
+                    self._fetch_decode(fetching, done)
+        rejected, self._rejected = tuple(self._rejected), []
+        self._completed += len(done)
+        return Decisions(tuple(done), rejected)
+
+    def read_done(self, rid: str, side: Role, tokens: int | None = None) -> None:
+        """``tokens`` more of a request's hit (None: all the rest of that side's share) were read.
+
+        Optional: shortens the node's read queue before the next report does. Unknown requests are
+        ignored, since the message may be late.
+        """
+        entry = self._entries.get(rid)
+        if entry is None:
+            return
+        hold = entry.prefill if side is Role.PREFILL else entry.decode
+        if hold is not None:
+            self._cluster.read(hold, hold.read if tokens is None else tokens)
+
+    def prefill_done(self, rid: str) -> None:
+        """The PE has finished its part: the request leaves tok_e and seq_e of the PE. Late or
+        repeated calls do nothing."""
+        entry = self._entries.get(rid)
+        if entry is not None and entry.complete and entry.prefill is not None:
+            self._cluster.leave(entry.prefill, settled=True)
+            entry.prefill = None
+
+    def finish(self, rid: str) -> None:
+        """The request is over: everything it holds is given back. Idempotent."""
+        if (entry := self._entries.get(rid)) is not None:
+            self._forget(entry, settled=True)
+
+    def cancel(self, rid: str) -> None:
+        """Give a request up at any stage, queued or assigned; an unfinished read leaves its node's
+        queue. Idempotent."""
+        if (entry := self._entries.get(rid)) is not None:
+            self._forget(entry, settled=False)
+
+    # ---- looking in ----------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is queued or assigned and nothing is promised, held or to be read."""
+        return not self._entries and not any(
+            engine.holds or engine.tok or engine.seq or engine.promised or engine.node.own
+            for engine in self._cluster.engines.values()
+        )
+
+    def snapshot(self) -> Snapshot:
+        """Figures for metrics. O(engines)."""
+        private = sum(len(group.queue) for group in self._cluster.groups.values())
+        return Snapshot(
+            waiting_prefill=len(self._fifo),
+            waiting_decode=len(self._arrived) + len(self._parked) + private,
+            parked=len(self._parked),
+            assigned=sum(entry.complete for entry in self._entries.values()),
+            submitted=self._arrivals,
+            completed=self._completed,
+            rejected=self._rejections,
+            stale_reports=self._cluster.stale_reports,
+            engines=tuple(
+                EngineLoad(
+                    name=engine.name,
+                    role=engine.role,
+                    group=engine.group.name,
+                    node=engine.node.name,
+                    active=engine.active,
+                    seq=engine.seq,
+                    tok=engine.tok,
+                    read_q=engine.node.read_q,
+                    hbm_free=engine.free,
+                )
+                for engine in self._cluster.engines.values()
+            ),
+        )
+
+    def check_integrity(self) -> None:
+        """Recount every figure from the requests.
+
+        Raises:
+            AssertionError: one is off.
+        """
+        self._cluster.check_integrity()
+        groups = self._cluster.groups.values()
+        for rid, entry in self._entries.items():
+            assert entry.complete or (entry.prefill is None) == (rid in self._fifo), rid
+            places = [rid in self._arrived, rid in self._parked, *(rid in g.queue for g in groups)]
+            assert sum(places) == (entry.decode is None), f"{rid} waits in {sum(places)} places"
+            assert (entry.group is not None) == any(places[2:]), f"group of {rid}"
+            assert not entry.complete or entry.decode is not None, f"{rid} lost its DE"
+            for hold in (entry.prefill, entry.decode):
+                assert hold is None or hold.engine.holds.get(rid) is hold, f"hold of {rid}"
+                assert hold is None or hold.delivered == entry.complete, f"delivery of {rid}"
+        held = {rid for engine in self._cluster.engines.values() for rid in engine.holds}
+        queued = {rid for q in (self._fifo, self._arrived, self._parked) for rid in q}
+        assert held | queued <= self._entries.keys(), "something is held by no request"
+        for queue in (self._fifo, self._arrived, self._parked, *(group.queue for group in groups)):
+            arrivals = [entry.arrival for entry in queue.values()]
+            assert arrivals == sorted(arrivals), "a queue is out of order"
+        for group in groups:
+            assert group.active or not group.queue, f"{group.name} has a queue and no engine"
+            assert all(entry.need <= group.largest for entry in group.queue.values()), group.name
+
+    # ---- inside a fetch ------------------------------------------------------------------------
+
+    def _fetch_prefill(self, group: Group, done: list[Assignment]) -> None:
+        fifo, cluster = self._fifo, self._cluster
+        if not fifo:
+            return
+        choose = self._prefill.open(group, cluster).choose
+        while fifo:
+            rid, entry = next(iter(fifo.items()))
+            engine = choose(entry.tokens)
+            if engine is None:
+                return
+            del fifo[rid]
+            entry.prefill = cluster.take(entry, engine, 0)
+            if entry.decode is not None:
+                done.append(self._complete(entry))
+
+    def _place(self) -> None:
+        """DE phase 1: empty the global queue into the groups' private ones."""
+        arrived = self._arrived
+        while arrived:
+            rid, entry = next(iter(arrived.items()))
+            group = self._decode.place(entry.need, self._cluster)
+            del arrived[rid]
+            if group is None:
+                self._parked[rid] = entry
+            else:
+                entry.group = group
+                group.queue[rid] = entry
+                group.queued += entry.tokens
+
+    def _fetch_decode(self, group: Group, done: list[Assignment]) -> None:
+        """DE phase 2."""
+        queue, cluster = group.queue, self._cluster
+        room, waiting_tokens = group.free, 0
+        for entry in queue.values():
+            room -= entry.need
+            if room < 0:
+                break
+            waiting_tokens += entry.tokens
+        if not waiting_tokens:
+            return  # nobody waits, or the head does not even fit all room together
+        choose = self._decode.open(group, waiting_tokens).choose
+        while queue:
+            rid, entry = next(iter(queue.items()))
+            engine = choose(entry.tokens, entry.need)
+            if engine is None:
+                return
+            del queue[rid]
+            group.queued -= entry.tokens
+            entry.group = None
+            entry.decode = cluster.take(entry, engine, entry.need)
+            if entry.prefill is not None:
+                done.append(self._complete(entry))
+
+    def _complete(self, entry: Entry) -> Assignment:
+        """Both sides are known: choose the read path."""
+        prefill, decode, request = entry.prefill, entry.decode, entry.request
+        assert prefill is not None and decode is not None
+        plan = _NO_READ
+        if request.hit_tokens:
+            plan = self._path.plan(request, prefill.engine.node, decode.engine.node)
+        self._cluster.deliver(prefill, plan.prefill_tokens)
+        self._cluster.deliver(decode, plan.decode_tokens)
+        entry.complete = True
+        return Assignment(entry.rid, prefill.engine.name, decode.engine.name, plan)
+
+    # ---- outside a fetch -----------------------------------------------------------------------
+
+    def _engine(self, name: str) -> Engine:
+        engine = self._cluster.engines.get(name)
+        if engine is None:
+            raise SchedulerError(f"no engine is called {name!r}")
+        return engine
+
+    def _take_out(self, engine: Engine) -> None:
+        """No new work, and what no fetch has returned yet goes back to its queue."""
+        self._cluster.set_active(engine, False)
+        back = [hold for hold in engine.holds.values() if not hold.delivered]
+        for hold in back:
+            self._cluster.leave(hold, settled=False)
+            if engine.role is Role.PREFILL:
+                hold.entry.prefill = None
+            else:
+                hold.entry.decode = None
+        entries = [hold.entry for hold in back]
+        if engine.role is Role.PREFILL:
+            _merge(self._fifo, entries)
+            return
+        # Its group may now be too small for some that wait there.
+        group = engine.group
+        homeless = [entry for entry in group.queue.values() if entry.need > group.largest]
+        for entry in homeless:
+            self._leave_queue(entry)
+        _merge(self._arrived, entries + homeless)
+
+    def _unpark(self) -> None:
+        parked = list(self._parked.values())
+        self._parked.clear()
+        _merge(self._arrived, parked)
+
+    def _reject_too_large(self) -> None:
+        largest = self._largest_hbm
+        if largest:  # without any DE requests wait: one may join
+            for queue in (self._arrived, self._parked):
+                for entry in [entry for entry in queue.values() if entry.need > largest]:
+                    self._forget(entry, settled=False)
+                    self._rejected.append(self._rejection(entry))
+
+    def _rejection(self, entry: Entry) -> Rejection:
+        self._rejections += 1
+        return Rejection(
+            entry.rid,
+            RejectReason.LARGER_THAN_HBM,
+            f"needs {entry.need} tokens of KV cache, the largest decode engine has "
+            f"{self._largest_hbm}",
+        )
+
+    def _leave_queue(self, entry: Entry) -> None:
+        group = entry.group
+        assert group is not None
+        del group.queue[entry.rid]
+        group.queued -= entry.tokens
+        entry.group = None
+        self._cluster.by_total.fell(group)
+
+    def _forget(self, entry: Entry, settled: bool) -> None:
+        rid = entry.rid
+        del self._entries[rid]
+        if entry.prefill is not None:
+            self._cluster.leave(entry.prefill, settled)
+        elif not entry.complete:
+            del self._fifo[rid]
+        if entry.decode is not None:
+            self._cluster.leave(entry.decode, settled)
+        elif entry.group is not None:
+            self._leave_queue(entry)
+        elif self._arrived.pop(rid, None) is None:
+            del self._parked[rid]
+
+
+def _arrival(entry: Entry) -> int:
+    return entry.arrival
+
+
+def _merge(queue: Queue, entries: Iterable[Entry]) -> None:
+    """Put requests back where they belong by arrival. O(n log n); rare."""
+    if back := list(entries):
+        ordered = sorted([*queue.values(), *back], key=_arrival)
+        queue.clear()
+        queue.update((entry.rid, entry) for entry in ordered)
