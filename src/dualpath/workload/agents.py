@@ -60,6 +60,10 @@ class Agent(Protocol):
     def rounds(self) -> int:
         """How many there are."""
 
+    @property
+    def requests(self) -> int:
+        """In how many of them ``ask`` gives a request."""
+
     def ask(self, index: int) -> Ask | None:
         """The request of a round; None when the round only adds context."""
 
@@ -105,6 +109,7 @@ class TokenAgent:
             raise ValueError(f"vocab must be above {FIRST_PLAIN_ID}, got {vocab_size}")
         self.name = trajectory.id
         self.rounds = len(trajectory.rounds)
+        self.requests = sum(1 for item in trajectory.rounds if item.gen_tokens)
         self._rounds = trajectory.rounds
         self._key = f"{seed}/{number}"
         self._ids = range(FIRST_PLAIN_ID, vocab_size)
@@ -181,6 +186,7 @@ class ChatAgent:
         """
         self.name = conversation.name
         self.rounds = len(conversation.users)
+        self.requests = sum(1 for tokens in conversation.max_tokens if tokens)
         self._text = conversation
         self._exact = exact
         self._token_ids = token_ids

@@ -201,7 +201,7 @@ class _Run:
     ) -> None:
         self.meter = Meter(options.slo_ttft_s, options.slo_tpot_s)
         self.records: list[RequestRecord] = []
-        self.total = sum(agent.rounds for agent in agents)
+        self.total = sum(agent.requests for agent in agents)
         self.start_s = time.perf_counter()
         self._agents = agents
         self._options = options
@@ -241,9 +241,7 @@ class _Run:
         end_s = arrival_s
         for index in range(agent.rounds):
             ask = agent.ask(index)
-            if ask is None:
-                self.total -= 1
-            else:
+            if ask is not None:
                 answered = await self._request(number, index, agent, ask)
                 end_s = time.perf_counter()
                 if not answered:
