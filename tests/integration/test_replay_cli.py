@@ -141,8 +141,9 @@ async def test_two_runs_compare_equal_and_a_third_does_not(tmp_path: Path, trace
 
 async def test_failures_exit_1_with_figures_nevertheless(trace: Path) -> None:
     async with running(OpenAIServer(faults=lambda n, body: "503" if n == 0 else "")) as server:
-        code, out, _ = await cli(trace, "--url", server.url, "--json", "--agents", 1)
+        code, out, err = await cli(trace, "--url", server.url, "--json", "--agents", 1)
     assert code == 1
+    assert err == "first failure: agent 0 round 0: HTTP 503: asked to answer 503\n"
     assert json.loads(out)["failures"] == {"server": 1}
     code, out, err = await cli(trace, "--url", "http://127.0.0.1:9", "--json")
     assert (code, out) == (1, "")

@@ -263,7 +263,9 @@ def test_a_failed_request_adds_no_tokens_and_no_times() -> None:
     meter.request(record(failure="length", error="short"))
     result = figures(meter)
     assert (result.tokens_in, result.tokens_out, result.ttft_s, result.jct_s) == (0, 0, None, None)
+    meter.request(record(round=1, failure="server", error="later"))
     assert result.failures == {"length": 1}
+    assert figures(meter).first_error == result.first_error == "agent 0 round 0: short"
 
 
 def test_a_nodes_share_is_a_difference() -> None:

@@ -115,6 +115,8 @@ def replay_command(
         typer.echo(msgspec.json.encode(line).decode())
     else:
         _show(result.figures, verdict)
+    if result.figures.first_error is not None:
+        typer.echo(f"first failure: {result.figures.first_error}", err=True)
     if verdict is not None and verdict.first is not None:
         typer.echo(f"first difference: {verdict.first}", err=True)
     if result.figures.interrupted:

@@ -63,7 +63,7 @@ class Figures:
         requests, failed, not_sent: requests that ended, those without an answer, and those never
             sent because their agent failed earlier or the run was stopped.
         retries: tries beyond each request's first.
-        failures: failed requests by kind.
+        failures: failed requests by kind; first_error: the first one's text, None without any.
         tokens_in, tokens_out: prompt and answer tokens of answered requests.
         cached_tokens: prompt tokens the server says it did not compute; None when it never says.
         jct_s: mean over finished agents, arrival to last token, tool time included.
@@ -85,6 +85,7 @@ class Figures:
     not_sent: int
     retries: int
     failures: dict[str, int]
+    first_error: str | None
     tokens_in: int
     tokens_out: int
     cached_tokens: int | None
@@ -119,6 +120,7 @@ class Meter:
     tokens_out: int = 0
     cached_tokens: int | None = None
     failures: Counter[str] = field(default_factory=Counter)
+    first_error: str | None = None
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     ttst_s: array[float] = field(default_factory=lambda: array("d"))
     tpot_s: array[float] = field(default_factory=lambda: array("d"))
@@ -130,6 +132,8 @@ class Meter:
         self.retries += record.attempts - 1
         if record.failure:
             self.failures[record.failure] += 1
+            if self.first_error is None:
+                self.first_error = f"agent {record.agent} round {record.round}: {record.error}"
             return
         self.tokens_in += record.prompt_tokens or 0
         self.tokens_out += record.completion_tokens
@@ -185,6 +189,7 @@ class Meter:
             not_sent=not_sent,
             retries=self.retries,
             failures=dict(self.failures),
+            first_error=self.first_error,
             tokens_in=self.tokens_in,
             tokens_out=self.tokens_out,
             cached_tokens=self.cached_tokens,
