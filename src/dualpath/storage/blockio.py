@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from errno import EINVAL, EIO, ENODATA
+from errno import EIO, ENODATA
 from typing import Protocol
 
 from dualpath.blocks import ALIGNMENT_BYTES
@@ -78,10 +78,10 @@ def run_op(direction: Direction, op: IoOp) -> int:
             return ENODATA if direction is Direction.READ else EIO
         offset += moved
         pending = _after(pending, moved)
-        # O_DIRECT cannot go on from the middle of a sector; a read that stops there has met the
-        # end of the file.
         if pending and offset % ALIGNMENT_BYTES:
-            return ENODATA if direction is Direction.READ else EINVAL
+            # O_DIRECT cannot go on from the middle of a sector. A read that stops there has met
+            # the end of the file.
+            return ENODATA if direction is Direction.READ else EIO
     return 0
 
 

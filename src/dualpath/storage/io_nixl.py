@@ -23,6 +23,7 @@ from errno import ETIMEDOUT
 from typing import Any, Final
 
 from dualpath.storage.blockio import Direction, IoOp, run_op
+from dualpath.storage.limiter import remaining_s
 from dualpath.storage.memory import address_of
 from dualpath.storage.nixl_module import Nixl
 from dualpath.storage.types import UnsupportedIoError
@@ -137,12 +138,12 @@ class NixlPosixIO:
         self._tokens: queue.LifoQueue[_Lane | None] = queue.LifoQueue()
         self._lock = threading.Lock()
         self._lane_errors = 0
+        for _ in range(lanes - 1):
+            self._tokens.put(None)  # below the made ones in the stack: made when first needed
         try:
             self._tokens.put(_Lane(nixl, self._queue_depth))
         except nixl.errors as error:
             raise UnsupportedIoError(f"NIXL's POSIX plugin does not start: {error}") from error
-        for _ in range(lanes - 1):
-            self._tokens.put(None)  # made when first needed
 
     @property
     def lane_errors(self) -> int:
@@ -153,7 +154,7 @@ class NixlPosixIO:
     def transfer(self, direction: Direction, ops: Sequence[IoOp], deadline: float) -> list[int]:
         """See ``BlockIO.transfer``."""
         try:
-            lane = self._tokens.get(timeout=max(0.0, deadline - time.monotonic()))
+            lane = self._tokens.get(timeout=remaining_s(deadline, time.monotonic()))
         except queue.Empty:
             return [ETIMEDOUT] * len(ops)
         try:

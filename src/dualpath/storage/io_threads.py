@@ -9,6 +9,7 @@ from errno import ETIMEDOUT
 from typing import Final
 
 from dualpath.storage.blockio import Direction, IoOp, run_op
+from dualpath.storage.limiter import remaining_s
 
 DEFAULT_THREADS: Final = 8
 
@@ -27,7 +28,7 @@ class ThreadPoolIO:
             return [run_op(direction, ops[0])]
         futures = [self._pool.submit(run_op, direction, op) for op in ops]
         try:
-            wait(futures, timeout=max(0.0, deadline - time.monotonic()))
+            wait(futures, timeout=remaining_s(deadline, time.monotonic()))
         finally:
             # What no thread has taken up can be called back; what one has must be waited for.
             for future in futures:

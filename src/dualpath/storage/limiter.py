@@ -64,6 +64,11 @@ class MonotonicClock:
         time.sleep(seconds)
 
 
+def remaining_s(deadline: float, now: float) -> float:
+    """Seconds left, as a timeout that any wait accepts (an infinite one is not)."""
+    return min(max(0.0, deadline - now), threading.TIMEOUT_MAX)
+
+
 @dataclass(frozen=True, slots=True)
 class ClockState:
     """What all users of a limiter share.
@@ -219,7 +224,7 @@ class Limiter:
         Raises:
             StoreError: the state file cannot be used any more.
         """
-        if not self._lock.acquire(timeout=max(0.0, deadline - self._clock.now())):
+        if not self._lock.acquire(timeout=remaining_s(deadline, self._clock.now())):
             return None
         try:
             if self._path is None:

@@ -175,6 +175,7 @@ class BlockStore:
 
         Raises:
             StoreClosedError: the store is closed.
+            StoreError: the limiter's state file cannot be used any more.
             ValueError: a name or slot is unusable, or the counts differ.
         """
         return self._reader.read(root, blocks, self._checked(root, blocks, slots), deadline)
