@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dualpath.scheduler.cluster import Cluster
-from dualpath.scheduler.engine_tree import EngineTree
+from dualpath.scheduler.engine_levels import EngineLevels
 from dualpath.scheduler.settings import SchedulerSettings
 from dualpath.scheduler.state import Engine, Group
 
@@ -33,10 +33,10 @@ class Policy:
 
 class _Chooser:
     def __init__(self, engines: list[Engine], z_tokens: int) -> None:
-        self._tree = EngineTree(engines)
+        self._levels = EngineLevels(engines)
         self._z_tokens = z_tokens
 
     def choose(self, tokens: int, need: int) -> Engine | None:
-        """O(log engines) unless room and load are at odds on very many engines at once."""
-        tree = self._tree
-        return tree.fewest_requests(need, self._z_tokens - tokens) or tree.least_tokens(need)
+        """O(log engines) as a rule, see ``EngineLevels``."""
+        levels = self._levels
+        return levels.fewest_requests(need, self._z_tokens - tokens) or levels.least_tokens(need)
