@@ -15,8 +15,9 @@ from openai_server import OpenAIServer, answer_ids, running
 
 from dualpath.workload.agents import ChatAgent, Conversation, corpus_conversations, token_agents
 from dualpath.workload.compare import compare
+from dualpath.workload.options import Progress, ReplayOptions, ReplayResult
 from dualpath.workload.records import RecordError, read_records
-from dualpath.workload.replay import Progress, ReplayOptions, ReplayResult, arrivals_s, replay
+from dualpath.workload.replay import arrivals_s, replay
 from dualpath.workload.stream import RequestFailed
 from dualpath.workload.synth import regular
 from dualpath.workload.trace import Round, Trajectory

@@ -15,8 +15,8 @@ from dualpath.workload.agents import ChatAgent, Conversation, TokenAgent, token_
 from dualpath.workload.compare import compare
 from dualpath.workload.front import FrontTotals
 from dualpath.workload.measure import Meter, Spread, rank
+from dualpath.workload.options import ReplayOptions
 from dualpath.workload.records import RecordError, RecordWriter, RequestRecord, read_records
-from dualpath.workload.replay import ReplayOptions
 from dualpath.workload.sse import EventParser
 from dualpath.workload.stream import Answer, AnswerStream, Failure, RequestFailed, Stopwatch
 from dualpath.workload.trace import Round, Trajectory

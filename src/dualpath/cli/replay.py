@@ -28,8 +28,9 @@ from dualpath.workload.agents import (
 )
 from dualpath.workload.compare import Comparison, compare
 from dualpath.workload.measure import Figures, Spread
+from dualpath.workload.options import Progress, ReplayOptions, ReplayResult
 from dualpath.workload.records import RecordError, read_records
-from dualpath.workload.replay import Progress, ReplayOptions, ReplayResult, replay
+from dualpath.workload.replay import replay
 from dualpath.workload.stream import RequestFailed
 from dualpath.workload.trace import TraceError, Trajectory, read_trace
 

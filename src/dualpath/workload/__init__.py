@@ -10,8 +10,9 @@ from dualpath.workload.agents import (
 )
 from dualpath.workload.compare import Comparison, compare
 from dualpath.workload.measure import Figures
+from dualpath.workload.options import Progress, ReplayOptions, ReplayResult
 from dualpath.workload.records import RecordError, RequestRecord, read_records
-from dualpath.workload.replay import Progress, ReplayOptions, ReplayResult, replay
+from dualpath.workload.replay import replay
 from dualpath.workload.stats import TraceStats, trace_stats
 from dualpath.workload.stream import RequestFailed
 from dualpath.workload.trace import Round, TraceError, Trajectory, read_trace, write_trace

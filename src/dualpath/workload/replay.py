@@ -13,8 +13,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,83 +20,12 @@ import msgspec
 from dualpath.workload.agents import Agent, Ask
 from dualpath.workload.client import Endpoint
 from dualpath.workload.front import look, look_settled
-from dualpath.workload.measure import Figures, Meter
+from dualpath.workload.measure import Meter
+from dualpath.workload.options import Progress, ReplayOptions, ReplayResult
 from dualpath.workload.records import RecordWriter, RequestRecord
 from dualpath.workload.stream import Answer, Failure, RequestFailed
 
 _MODELS_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """How to replay.
-
-    Attributes:
-        url: the endpoint, with or without ``/v1``.
-        model: name to ask for; the endpoint's first when empty.
-        api_key: bearer token; none when empty.
-        seed: of arrivals (agents carry their own).
-        aps: agents arriving a second, Poisson; None starts all at once.
-        latency_scale: factor on the agents' pauses; 0 leaves them out.
-        timeout_s: deadline of each request, retries included.
-        retries: tries after a 5xx or a broken connection while no token has come.
-        slo_ttft_s, slo_tpot_s: limits of the verdict.
-        out: folder for ``requests.jsonl``; nothing is written when None.
-        keep_records: keep every record in the result (long runs: write them out instead).
-
-    Raises:
-        ValueError: a value makes no sense.
-    """
-
-    url: str
-    model: str = ""
-    api_key: str = ""
-    seed: int = 0
-    aps: float | None = None
-    latency_scale: float = 1.0
-    timeout_s: float = 600.0
-    retries: int = 0
-    slo_ttft_s: float = 4.0
-    slo_tpot_s: float = 0.05
-    out: Path | None = None
-    keep_records: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must start with http:// or https://, got {self.url!r}")
-        if self.aps is not None and not self.aps > 0:
-            raise ValueError(f"aps must be above 0, got {self.aps}")
-        for name in ("timeout_s", "slo_ttft_s", "slo_tpot_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("latency_scale", "retries"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands."""
-
-    requests_done: int
-    requests_total: int
-    agents_done: int
-    agents_total: int
-    failed: int
-    tokens_out: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """A run's figures and, unless turned off, its records in order of their ends."""
-
-    figures: Figures
-    records: tuple[RequestRecord, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every agent finished every round."""
-        return self.figures.agents_done == self.figures.agents and not self.figures.interrupted
 
 
 async def replay(
