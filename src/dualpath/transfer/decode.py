@@ -328,13 +328,16 @@ class DecodeSession:
         """
         if not self._closing:
             self._closing = True
-            self._spawn(self._close(reason), f"close {self.owner}")
-        if remote_over:
-            self.remote_gone()
+            self._spawn(self._close(reason, remote_over), f"close {self.owner}")
 
-    def remote_gone(self) -> None:
-        """The PE is known to do no more I/O on this session."""
+    async def remote_gone(self) -> None:
+        """The PE is known to do no more I/O on this session: end its claim on the slots.
+
+        What a dead or disconnected PE had sent may still lie in this machine's sockets and would
+        land at the next look at them; so look first, and only then let go of the memory.
+        """
         if self._remote_io is not None:
+            await self._services.agent.drain()
             self._remote_io.end()
             self._remote_io = None
 
@@ -343,7 +346,7 @@ class DecodeSession:
         """Slots are still promised to a PE."""
         return self._remote_io is not None
 
-    async def _close(self, reason: str) -> None:
+    async def _close(self, reason: str, remote_over: bool) -> None:
         for load in list(self._loads):
             load.fail(reason)
         self._drop_waiting()
@@ -354,6 +357,8 @@ class DecodeSession:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+        if remote_over:
+            await self.remote_gone()
         self.closed.set()
         self._services.send(Closed(rid=self.spec.rid, attempt=self.spec.attempt))
 

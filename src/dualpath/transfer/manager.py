@@ -229,7 +229,7 @@ class TrafficManager:
         attempt = 0
         while True:
             try:
-                channel = await connect(
+                channel: Channel[ToEngine] = await connect(
                     self._control.control_host,
                     self._control.control_port,
                     ToEngine,  # type: ignore[arg-type]
@@ -398,9 +398,9 @@ class TrafficManager:
     def _release_limbo(self) -> None:
         """A PE says Hello only when none of its older transfers is under way, and a dead one has
         none: after either word the slots promised to PEs under an earlier front are safe."""
-        for session in self._limbo:
-            session.remote_gone()
-        self._limbo.clear()
+        limbo, self._limbo = self._limbo, []
+        for session in limbo:
+            self._services.spawn(session.remote_gone(), f"limbo {session.owner}", self._tasks)
 
     def _epoch_waits_up_to(self, serial: int, epoch: int) -> None:
         for waiting in [number for number in self._epoch_waits if number <= serial]:
