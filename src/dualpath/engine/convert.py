@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -129,7 +128,7 @@ def main(arguments: list[str]) -> int:
     try:
         partial.chmod(0o755)
         _MAKERS[arguments[0]](partial)
-        os.rename(partial, target)
+        partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return 0
