@@ -1,5 +1,6 @@
 """The weight epoch only grows, survives everything, and is never misread as zero."""
 
+import fcntl
 import multiprocessing
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def _advance(store: Path, times: int) -> None:
 
 
 def test_processes_do_not_lose_each_others_step(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=_advance, args=(tmp_path, 10)) for _ in range(3)]
     for worker in workers:
         worker.start()
@@ -47,8 +48,6 @@ def test_processes_do_not_lose_each_others_step(tmp_path: Path) -> None:
 
 
 def test_a_held_lock_is_waited_for_no_longer_than_asked(tmp_path: Path) -> None:
-    import fcntl
-
     epoch = EpochFile(tmp_path)
     epoch.advance(in_place=True)
     with (tmp_path / "epoch.lock").open("r+") as lock:

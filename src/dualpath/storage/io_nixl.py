@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 DEFAULT_LANES: Final = 4
 _BACKEND: Final = "POSIX"
 _FIRST_POLL_S: Final = 20e-6
-_LONGEST_POLL_S: Final = 500e-6
+_LONGEST_POLL_S: Final = 1e-3
 _serial = itertools.count()
 
 

@@ -157,7 +157,7 @@ class _StateFile:
         os.close(self._fd)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Limiter:
     """One direction of one NIC. Made by ``unlimited`` or ``shared``. Thread safe.
 
