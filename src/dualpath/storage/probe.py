@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -38,7 +39,7 @@ def choose_direct(direct: str, temp: TempArea | None) -> bool:
         return False
     if temp is None:
         return True
-    with ThreadPoolIOGuard() as io:
+    with contextlib.closing(ThreadPoolIO(1)) as io:
         failure = self_test(io, temp, os.O_DIRECT)
     if failure and direct == "on":
         raise UnsupportedIoError(f"direct = 'on', but O_DIRECT fails in {temp.path}: {failure}")
@@ -46,17 +47,6 @@ def choose_direct(direct: str, temp: TempArea | None) -> bool:
         log.info("O_DIRECT does not work in %s (%s): reading through the page cache",
                  temp.path, failure)  # fmt: skip
     return not failure
-
-
-class ThreadPoolIOGuard:
-    """A one-thread ``ThreadPoolIO`` for the length of a ``with`` block."""
-
-    def __enter__(self) -> BlockIO:
-        self._io = ThreadPoolIO(1)
-        return self._io
-
-    def __exit__(self, *_error: object) -> None:
-        self._io.close()
 
 
 def choose_io(io: str, temp: TempArea | None, direct: bool, batch_blocks: int) -> BlockIO:
