@@ -106,7 +106,7 @@ class Cluster:
 
     def take(self, entry: Entry, engine: Engine, need: int) -> Hold:
         """Assign one side: its tokens count from now on, ``need`` tokens of HBM are promised."""
-        hold = Hold(entry, engine, need)
+        hold = engine.holds[entry.rid] = Hold(entry, engine, need)
         tokens = entry.tokens
         engine.tok += tokens
         engine.own_tok += tokens
@@ -114,7 +114,6 @@ class Cluster:
         engine.seq += 1
         engine.own_seq += 1
         engine.half_seq += 1
-        engine.holds[entry.rid] = hold
         if engine.active:
             engine.group.tok += tokens
         if need:

@@ -262,37 +262,43 @@ class Scheduler:
     # ---- inside a fetch ------------------------------------------------------------------------
 
     def _fetch_prefill(self, group: Group, done: list[Assignment]) -> None:
-        fifo, cluster = self._fifo, self._cluster
+        fifo, take = self._fifo, self._cluster.take
         if not fifo:
             return
-        choose = self._prefill.open(group, cluster).choose
-        while fifo:
-            rid, entry = next(iter(fifo.items()))
-            engine = choose(entry.tokens)
-            if engine is None:
-                return
-            del fifo[rid]
-            entry.prefill = cluster.take(entry, engine, 0)
-            if entry.decode is not None:
-                done.append(self._complete(entry))
+        choose = self._prefill.open(group, self._cluster).choose
+        taken = 0
+        try:
+            for entry in fifo.values():
+                engine = choose(entry.tokens)
+                if engine is None:
+                    return
+                taken += 1
+                entry.prefill = take(entry, engine, 0)
+                if entry.decode is not None:
+                    done.append(self._complete(entry))
+        finally:
+            _drop_first(fifo, taken)
 
     def _place(self) -> None:
         """DE phase 1: empty the global queue into the groups' private ones."""
-        arrived = self._arrived
-        while arrived:
-            rid, entry = next(iter(arrived.items()))
-            group = self._decode.place(entry.need, self._cluster)
-            del arrived[rid]
-            if group is None:
-                self._parked[rid] = entry
-            else:
-                entry.group = group
-                group.queue[rid] = entry
-                group.queued += entry.tokens
+        arrived, place, cluster = self._arrived, self._decode.place, self._cluster
+        taken = 0
+        try:
+            for rid, entry in arrived.items():
+                group = place(entry.need, cluster)
+                taken += 1
+                if group is None:
+                    self._parked[rid] = entry
+                else:
+                    entry.group = group
+                    group.queue[rid] = entry
+                    group.queued += entry.tokens
+        finally:
+            _drop_first(arrived, taken)
 
     def _fetch_decode(self, group: Group, done: list[Assignment]) -> None:
         """DE phase 2."""
-        queue, cluster = group.queue, self._cluster
+        queue, take = group.queue, self._cluster.take
         room, waiting_tokens = group.free, 0
         for entry in queue.values():
             room -= entry.need
@@ -302,17 +308,20 @@ class Scheduler:
         if not waiting_tokens:
             return  # nobody waits, or the head does not even fit all room together
         choose = self._decode.open(group, waiting_tokens).choose
-        while queue:
-            rid, entry = next(iter(queue.items()))
-            engine = choose(entry.tokens, entry.need)
-            if engine is None:
-                return
-            del queue[rid]
-            group.queued -= entry.tokens
-            entry.group = None
-            entry.decode = cluster.take(entry, engine, entry.need)
-            if entry.prefill is not None:
-                done.append(self._complete(entry))
+        taken = 0
+        try:
+            for entry in queue.values():
+                engine = choose(entry.tokens, entry.need)
+                if engine is None:
+                    return
+                taken += 1
+                group.queued -= entry.tokens
+                entry.group = None
+                entry.decode = take(entry, engine, entry.need)
+                if entry.prefill is not None:
+                    done.append(self._complete(entry))
+        finally:
+            _drop_first(queue, taken)
 
     def _complete(self, entry: Entry) -> Assignment:
         """Both sides are known: choose the read path."""
@@ -390,10 +399,12 @@ class Scheduler:
         del self._entries[rid]
         if entry.prefill is not None:
             self._cluster.leave(entry.prefill, settled)
+            entry.prefill = None  # a hold knows its entry: no cycle is left for the collector
         elif not entry.complete:
             del self._fifo[rid]
         if entry.decode is not None:
             self._cluster.leave(entry.decode, settled)
+            entry.decode = None
         elif entry.group is not None:
             self._leave_queue(entry)
         elif self._arrived.pop(rid, None) is None:
@@ -402,6 +413,11 @@ class Scheduler:
 
 def _arrival(entry: Entry) -> int:
     return entry.arrival
+
+
+def _drop_first(queue: Queue, count: int) -> None:
+    for _ in range(count):
+        queue.popitem(last=False)
 
 
 def _merge(queue: Queue, entries: Iterable[Entry]) -> None:

@@ -8,6 +8,7 @@ at 100,000 decisions a second is the difference that matters.
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
@@ -28,7 +29,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
         node: the machine whose SNIC the engine reads through; a node lies in one group.
         hbm_tokens: KV capacity of a DE in tokens; ignored for a PE.
         read_tokens_per_s: SNIC rate of the node in tokens a second, used by ``split``; 0 when it
-            is not known.
+            is not known or not limited.
 
     Raises:
         ValueError: an empty name, a negative figure, or a DE without HBM.
@@ -47,9 +48,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
                 raise ValueError(f"{field} of an engine must not be empty")
         if self.role is Role.DECODE and self.hbm_tokens <= 0:
             raise ValueError(f"hbm_tokens of {self.name} must be positive, got {self.hbm_tokens}")
-        if not self.read_tokens_per_s >= 0:
+        if not 0 <= self.read_tokens_per_s < math.inf:
             raise ValueError(
-                f"read_tokens_per_s of {self.name} must not be negative, "
+                f"read_tokens_per_s of {self.name} must be finite and not negative, "
                 f"got {self.read_tokens_per_s}"
             )
 

@@ -13,8 +13,7 @@ class Policy:
     """Divide the h hit tokens so that (q_pe + x) / bw_pe = (q_de + h - x) / bw_de.
 
     x is rounded to whole blocks, whichever of down and up ends sooner; one side alone when that is
-    no slower (PE side first). Rates that are unknown (0) or unlimited on either node count as equal
-    on both.
+    no slower (PE side first). If the rate of either node is unknown (0), both count as equal.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -24,7 +23,7 @@ class Policy:
         """O(1)."""
         hit, block = request.hit_tokens, request.block_tokens
         rate_pe, rate_de = prefill.read_tokens_per_s, decode.read_tokens_per_s
-        if not (0 < rate_pe < math.inf and 0 < rate_de < math.inf):
+        if not (rate_pe and rate_de):
             rate_pe = rate_de = 1.0
         queue_pe, queue_de = prefill.read_q, decode.read_q
         even = ((hit + queue_de) * rate_pe - queue_pe * rate_de) / (rate_pe + rate_de)
