@@ -29,7 +29,7 @@ from dualpath.blocks import BlockLayout
 from dualpath.config import ClusterConfig, Role
 from dualpath.engine import assemble
 from dualpath.engine.identity import UnsupportedEngine, describe_cache, host_id, model_digest
-from dualpath.engine.live import LIVE
+from dualpath.engine.live import LiveFigures
 from dualpath.engine.metadata import StepMetadata
 from dualpath.engine.scheduler_side import SchedulerSide
 from dualpath.engine.worker_side import WorkerSide
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -59,7 +58,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_dir: str
 
 
-class DualPathConnector(KVConnectorBase_V1):
+class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """KV of this engine's requests over both read paths. See ``KVConnectorBase_V1`` for each
     method's caller and frequency; the work is in ``SchedulerSide`` and ``WorkerSide``."""
 
@@ -115,6 +114,7 @@ class DualPathConnector(KVConnectorBase_V1):
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         )
         self._layer_numbers = assemble.layer_numbers(kv_caches)
+        live = LiveFigures(cache.layout.engine_block_tokens, cache.num_blocks)
         self._manager = assemble.traffic_manager(
             self._cluster,
             identity,
@@ -122,11 +122,11 @@ class DualPathConnector(KVConnectorBase_V1):
             keepalive=kv_caches,
             control=self._place.control,
             run_dir=Path(self._place.run_dir),
-            live_stats=LIVE.snapshot,
+            live_stats=live.snapshot,
         )
         self._manager.start()
         self._worker_side = WorkerSide(
-            self._manager, self._place.role, cache.layout.num_layers, self._cluster.timeouts
+            self._manager, cache.layout.num_layers, self._cluster.timeouts, live
         )
 
     @property
@@ -194,10 +194,6 @@ class DualPathConnector(KVConnectorBase_V1):
     def _scheduler(self) -> SchedulerSide:
         assert self._scheduler_side is not None
         return self._scheduler_side
-
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Let reports say how full the cache is."""
-        self._scheduler.bind_pool(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

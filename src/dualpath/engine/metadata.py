@@ -21,6 +21,7 @@ class StepRequest:
         hit_blocks: with a first step on a PE: leading blocks that are loaded, else None.
         push: blocks whose KV is complete after this step and belongs in the DE's buffer.
         persist: blocks completed by decoding in this step.
+        held_blocks: engine blocks the request holds.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class StepRequest:
     hit_blocks: int | None = None
     push: tuple[PushBlock, ...] = ()
     persist: tuple[PersistBlock, ...] = ()
+    held_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class FinishedRequest:
 
 
 @dataclass(slots=True)
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Everything of one step."""
 
     requests: list[StepRequest] = field(default_factory=list)

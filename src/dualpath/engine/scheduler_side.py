@@ -15,14 +15,12 @@ import msgspec
 
 from dualpath.blocks import BlockLayout
 from dualpath.config import Role
-from dualpath.engine.live import LIVE
 from dualpath.engine.metadata import FinishedRequest, StepMetadata, StepRequest
 from dualpath.transfer.decode import PersistBlock
 from dualpath.transfer.loads import LoadBlock
 from dualpath.transfer.prefill import PushBlock
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -66,12 +64,6 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._finished: list[FinishedRequest] = []
 
-    def bind_pool(self, pool: BlockPool) -> None:
-        """Let the traffic thread report how full the cache is."""
-        LIVE.block_tokens = self._layout.engine_block_tokens
-        LIVE.total_blocks = pool.get_num_free_blocks()
-        LIVE.free_blocks = pool.get_num_free_blocks
-
     def matched_tokens(self, request: Request, num_computed: int) -> int:
         """Tokens that can be loaded beyond ``num_computed``."""
         params = _params(request)
@@ -79,11 +71,11 @@ class SchedulerSide:
             return 0
         tracked = self._tracked.get(request.request_id)
         if self._role is Role.PREFILL:
-            whole = min(params.hit_tokens, request.num_tokens - 1) // self._layout.block_tokens
+            whole = min(params.hit_tokens, int(request.num_tokens) - 1) // self._layout.block_tokens
             return whole * self._layout.block_tokens
         if tracked is not None and tracked.loaded_once:
             return 0  # preempted: the buffer was given back, so the tokens are computed again
-        return min(params.loaded_tokens, request.num_tokens - 1)
+        return min(params.loaded_tokens, int(request.num_tokens) - 1)
 
     def after_alloc(self, request: Request, external_tokens: int) -> None:
         """Blocks are allocated: remember what the next step must load."""
@@ -105,7 +97,6 @@ class SchedulerSide:
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """The step's metadata."""
-        LIVE.running = len(output.num_scheduled_tokens)
         meta = StepMetadata(
             finished=self._finished,
             preempted=frozenset(output.preempted_req_ids or ()),
@@ -159,6 +150,7 @@ class SchedulerSide:
             hit_blocks=hit_blocks,
             push=push,
             persist=persist,
+            held_blocks=len(tracked.block_ids),
         )
 
     def _blocks_to_load(self, tracked: _Tracked) -> int:

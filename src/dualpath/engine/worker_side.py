@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
-from dualpath.config import Role, TimeoutConfig
+from dualpath.config import TimeoutConfig
+from dualpath.engine.live import LiveFigures
 from dualpath.engine.metadata import FinishedRequest, StepMetadata, StepRequest
 from dualpath.transfer.decode import DecodeSession
 from dualpath.transfer.loads import DeviceUse, LayerLoad, LoadFailed
@@ -45,10 +47,14 @@ class WorkerSide:
     """See ``KVConnectorBase_V1``'s worker-side methods, which delegate here. vLLM's thread only."""
 
     def __init__(
-        self, manager: TrafficManager, role: Role, num_layers: int, timeouts: TimeoutConfig
+        self,
+        manager: TrafficManager,
+        num_layers: int,
+        timeouts: TimeoutConfig,
+        live: LiveFigures,
     ) -> None:
         self._manager = manager
-        self._role = role
+        self._live = live
         self._num_layers = num_layers
         self._timeouts = timeouts
         self._uses: dict[str, DeviceUse] = {}
@@ -74,13 +80,17 @@ class WorkerSide:
             if not use.wait_idle(self._timeouts.transfer):
                 logger.warning("%s: transfers outlive the preemption; giving up on them", name[0])
                 if isinstance(session, PrefillSession):
-                    self._manager.call(lambda s=session: s.abandon("preempted during a transfer"))
+                    self._manager.call(partial(session.abandon, "preempted during a transfer"))
 
     def begin(self, meta: StepMetadata) -> None:
         """Start this step's loads and wait for layer 0."""
         self._step_tokens = meta.scheduled_tokens
         self._active = []
+        self._live.running = len(meta.requests)
+        for request_id in meta.preempted:
+            self._live.held.pop(request_id, None)
         for step in meta.requests:
+            self._live.held[step.request_id] = step.held_blocks
             session = self._manager.session(step.rid, step.attempt)
             use = self._uses.setdefault(step.request_id, DeviceUse())
             self._names[step.request_id] = (step.rid, step.attempt)
@@ -90,11 +100,11 @@ class WorkerSide:
             active = _Active(step, session, use)
             self._active.append(active)
             if isinstance(session, PrefillSession) and step.hit_blocks is not None:
-                self._manager.call(lambda s=session, n=step.hit_blocks: s.begin(n))
+                self._manager.call(partial(session.begin, step.hit_blocks))
             if step.load:
                 active.load = load = LayerLoad(step.request_id, step.load, self._num_layers)
                 use.enter()
-                self._manager.call(lambda s=session, x=load, u=use: s.load(x, u))
+                self._manager.call(partial(session.load, load, use))
         for finished in meta.finished:
             self._finish(finished)
         for active in self._active:
@@ -116,12 +126,14 @@ class WorkerSide:
             if finished.persist:
                 blocks = finished.persist
                 use.enter(len(blocks))
-                self._manager.call(lambda s=session, b=blocks, u=use: s.persist(b, u))
+                self._manager.call(partial(session.persist, blocks, use))
             self._manager.call(session.vllm_finished)
         elif isinstance(session, PrefillSession):
-            self._manager.call(lambda s=session, ok=finished.ok: s.vllm_finished(ok))
+            self._manager.call(partial(session.vllm_finished, finished.ok))
         if finished.holds_blocks:
             self._freeing[finished.request_id] = use
+        else:
+            self._live.held.pop(finished.request_id, None)
 
     # ---- layer by layer ----------------------------------------------------------------------
 
@@ -151,7 +163,7 @@ class WorkerSide:
         if not blocks or active.failed or not isinstance(session, PrefillSession):
             return
         active.use.enter()
-        self._manager.call(lambda s=session, u=active.use: s.push_layer(layer, blocks, u))
+        self._manager.call(partial(session.push_layer, layer, blocks, active.use))
 
     def end(self) -> None:
         """The step is computed: what was not pushed layer by layer goes now, and finished
@@ -164,7 +176,7 @@ class WorkerSide:
             if isinstance(session, DecodeSession) and active.step.persist and not active.failed:
                 blocks = active.step.persist
                 active.use.enter(len(blocks))
-                self._manager.call(lambda s=session, b=blocks, u=active.use: s.persist(b, u))
+                self._manager.call(partial(session.persist, blocks, active.use))
         self._active = []
 
     # ---- results ----------------------------------------------------------------------------
@@ -177,6 +189,7 @@ class WorkerSide:
             freed = {request_id for request_id, use in self._freeing.items() if use.idle}
         for request_id in freed:
             del self._freeing[request_id]
+            self._live.held.pop(request_id, None)
         return freed
 
     def take_failed_blocks(self) -> set[int]:
