@@ -24,6 +24,7 @@ POLICY_SETS: Final[Mapping[str, PolicySet]] = MappingProxyType(
         "paper": PolicySet("least_tokens", "balanced", "shorter_queue"),
         "split": PolicySet("least_tokens", "balanced", "split"),
         "pe_only": PolicySet("least_tokens", "balanced", "pe_only"),
+        "de_only": PolicySet("least_tokens", "balanced", "de_only"),
         "alternating": PolicySet("least_tokens", "balanced", "alternating"),
         # The ablation's steps before "scheduling": engines in turn, first without, then with, the
         # DE read path.
