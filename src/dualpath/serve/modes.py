@@ -1,4 +1,4 @@
-"""What a mode means for a request."""
+"""What a mode means for a request, beside the scheduler's policy (``SchedulerSettings.of``)."""
 
 from __future__ import annotations
 
@@ -9,41 +9,35 @@ from dualpath.config import ClusterConfig, ConfigError, Mode
 
 @dataclass(frozen=True, slots=True)
 class ModePlan:
-    """A mode in terms of what the parts do.
+    """A mode in terms of what engines do.
 
     Attributes:
         mode: whose plan this is.
-        policy: the scheduler's policy set.
         layerwise: overlap loads and pushes with compute.
         bypass: move no bytes.
         persist: write new blocks.
     """
 
     mode: Mode
-    policy: str
     layerwise: bool = True
     bypass: bool = False
     persist: bool = True
 
 
-_PLANS = {
-    Mode.BASIC: ModePlan(Mode.BASIC, "basic", layerwise=False),
-    Mode.PE_ONLY: ModePlan(Mode.PE_ONLY, "pe_only"),
-    Mode.DUALPATH: ModePlan(Mode.DUALPATH, "paper"),
-    Mode.SPLIT: ModePlan(Mode.SPLIT, "split"),
-    Mode.ORACLE: ModePlan(Mode.ORACLE, "paper", bypass=True, persist=False),
-}
-
-
 def plan_for(mode: Mode, config: ClusterConfig) -> ModePlan:
-    """The plan of ``mode``; ``scheduler.policy`` replaces the mode's own policy set.
+    """The plan of ``mode``.
 
     Raises:
         ConfigError: oracle mode without ``benchmark = true``.
     """
-    if mode is Mode.ORACLE and not config.benchmark:
-        raise ConfigError("mode: 'oracle' gives meaningless answers; set benchmark = true for it")
-    plan = _PLANS[mode]
-    if config.scheduler.policy:
-        return ModePlan(mode, config.scheduler.policy, plan.layerwise, plan.bypass, plan.persist)
-    return plan
+    match mode:
+        case Mode.BASIC:
+            return ModePlan(mode, layerwise=False)
+        case Mode.ORACLE:
+            if not config.benchmark:
+                raise ConfigError(
+                    "mode: 'oracle' gives meaningless answers; set benchmark = true for it"
+                )
+            return ModePlan(mode, bypass=True, persist=False)
+        case _:
+            return ModePlan(mode)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dualpath.control.messages import Allocated, Closed, Opened, PrefillDone, TurnDurable
 
 if TYPE_CHECKING:
     from dualpath.serve.members import Member
 
+T = TypeVar("T")
 Answer = Allocated | Opened | PrefillDone | TurnDurable | Closed
 
 
@@ -83,6 +84,6 @@ class SessionTable:
         return [f"{rid}#{attempt}" for rid, attempt in self._sessions]
 
 
-def _settle(future: asyncio.Future[Answer] | asyncio.Future[Closed], message: Answer) -> None:
+def _settle(future: asyncio.Future[T], message: T) -> None:
     if not future.done():
-        future.set_result(message)  # type: ignore[arg-type]
+        future.set_result(message)

@@ -1,0 +1,81 @@
+"""Ending sessions, in the order that keeps memory safe.
+
+The PE may be writing into the DE's slots until it says ``Closed``. So the DE is told to close only
+after that word, or once the PE is certain to do no more I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from dualpath.control.messages import Close
+from dualpath.serve.sessions import EngineSession
+from dualpath.serve.waiting import any_of
+
+logger = logging.getLogger(__name__)
+
+
+class Closer:
+    """Closes sessions in the background. Belongs to the event loop.
+
+    Args:
+        overdue_s: a session that takes longer to close is reported, and waited for further: the
+            wait ends with the engine at the latest.
+        overdue: called for each such session.
+    """
+
+    def __init__(self, overdue_s: float, overdue: Callable[[], None]) -> None:
+        self._overdue_s = overdue_s
+        self._overdue = overdue
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def close_one(self, session: EngineSession, reason: str) -> asyncio.Task[None]:
+        """End one session; the task is done when it holds nothing any more."""
+        return self._spawn(self._close(session, reason))
+
+    def close_pair(
+        self, prefill: asyncio.Task[None] | None, decode: EngineSession, reason: str
+    ) -> None:
+        """End a DE's session after the PE's (None when no PE was ever told of it)."""
+        self._spawn(self._close_decode(prefill, decode, reason))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for what is being closed, then give the rest up."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _close_decode(
+        self, prefill: asyncio.Task[None] | None, decode: EngineSession, reason: str
+    ) -> None:
+        if prefill is not None:
+            await asyncio.wait({prefill})
+        await self._close(decode, reason)
+
+    async def _close(self, session: EngineSession, reason: str) -> None:
+        member = session.member
+        try:
+            member.send(Close(rid=session.rid, attempt=session.attempt, reason=reason))
+            ends = (session.closed, member.over)
+            if not await any_of(*ends, timeout_s=self._overdue_s):
+                self._overdue()
+                logger.warning(
+                    "session %s#%d on %s takes long to close (%s)",
+                    session.rid, session.attempt, member.name, reason,
+                )  # fmt: skip
+                await any_of(*ends)
+        finally:
+            member.sessions.discard(session)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,234 @@
+"""The front: control server, HTTP API and scheduler in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import Any
+
+from dualpath.config import ClusterConfig, Mode
+from dualpath.control.messages import Dropped
+from dualpath.serve.body import Call
+from dualpath.serve.closing import Closer
+from dualpath.serve.control import ControlServer
+from dualpath.serve.dispatch import Dispatcher
+from dualpath.serve.epoch import WeightEpoch
+from dualpath.serve.first_token import EngineHabits
+from dualpath.serve.index import BlockIndex, scan_store
+from dualpath.serve.lifecycle import answer
+from dualpath.serve.members import Member, Members
+from dualpath.serve.metrics import FrontMetrics
+from dualpath.serve.modes import plan_for
+from dualpath.serve.record import Record, RecordLog
+from dualpath.serve.reply import Reply
+from dualpath.serve.turn import Services, Turn
+from dualpath.serve.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+_GRACE_TRANSFERS = 2
+
+
+class Front:
+    """Everything behind the API. Make it inside a running loop; ``start`` before, ``close`` after
+    use. Belongs to that loop."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self.plan = plan_for(config.mode, config)
+        self.index = BlockIndex()
+        self.records = RecordLog()
+        self.metrics = FrontMetrics(self)
+        self.epoch = WeightEpoch(config.storage.path, self.index.clear)
+        self.members = Members(
+            self._member_changed,
+            report_timeout_s=config.scheduler.report_timeout,
+            grace_s=_GRACE_TRANSFERS * config.timeouts.transfer,
+        )
+        self.dispatcher = Dispatcher(config, self.members)
+        self.control = ControlServer(
+            config,
+            self.members,
+            self.index,
+            self.epoch,
+            late=lambda kind: self.metrics.late.labels(kind).inc(),
+            dropped=self._dropped,
+        )
+        self.closer = Closer(_GRACE_TRANSFERS * config.timeouts.transfer, self.metrics.overdue.inc)
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._services: Services | None = None
+        self._open = 0
+        self._draining = False
+        self._background: list[asyncio.Task[None]] = []
+
+    # ---- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Read epoch and index from the store, then let engines in.
+
+        Raises:
+            StoreError, OSError: the store cannot be read.
+            OSError: the control address cannot be bound.
+        """
+        await self.epoch.load()
+        self.index.add(await asyncio.to_thread(scan_store, self.config.storage.path))
+        habits = await asyncio.to_thread(EngineHabits.of, self.config)
+        self._services = Services(
+            config=self.config,
+            members=self.members,
+            dispatcher=self.dispatcher,
+            index=self.index,
+            epoch=self.epoch,
+            upstream=Upstream(self.config.timeouts.connect),
+            closer=self.closer,
+            metrics=self.metrics,
+            habits=habits,
+        )
+        for work in (self.dispatcher.run(), self.dispatcher.watch_silence()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(self._background_ended)
+            self._background.append(task)
+        await self.control.start()
+        logger.info("%d stored blocks, weight epoch %d", len(self.index), self.epoch.number)
+
+    def drain(self) -> None:
+        """Take no new requests; ``ready`` turns false."""
+        self._draining = True
+
+    async def close(self) -> None:
+        """End sessions and connections. The HTTP server has ended its requests before."""
+        self.drain()
+        await self.closer.drain(self.config.timeouts.drain)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.control.close()
+        if self._services is not None:
+            await self._services.upstream.close()
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served now."""
+        return self.members.ready and not self._draining and not self.failed.done()
+
+    @property
+    def draining(self) -> bool:
+        """Whether the front is stopping."""
+        return self._draining
+
+    async def answer(self, call: Call, tenant: str, reply: Reply) -> None:
+        """Answer one request; see ``lifecycle.answer``."""
+        assert self._services is not None, "not started"
+        rid = secrets.token_hex(12)
+        record = Record(rid=rid, endpoint=call.endpoint.value, mode=self.plan.mode.value)
+        turn = Turn(
+            rid=rid,
+            call=call,
+            tenant=tenant,
+            plan=self.plan,
+            deadline=asyncio.get_running_loop().time() + self.config.timeouts.request,
+            record=record,
+            reply=reply,
+        )
+        self._open += 1
+        self.metrics.open.inc()
+        try:
+            await answer(self._services, turn)
+        finally:
+            self._open -= 1
+            self.metrics.open.dec()
+            self.records.add(record)
+            self.metrics.finished(record)
+
+    def set_mode(self, mode: Mode) -> None:
+        """Serve in another mode from now on. Only while nothing is under way.
+
+        Raises:
+            ValueError: requests are under way.
+            ConfigError: the mode is not allowed here.
+        """
+        plan = plan_for(mode, self.config)
+        if self._open:
+            raise ValueError("requests are under way")
+        self.dispatcher.set_mode(mode)
+        self.plan = plan
+        logger.warning("mode is %s now", mode.value)
+
+    # ---- looking in ----------------------------------------------------------------------------
+
+    def engines(self) -> list[Member]:
+        """Connected engines."""
+        return self.members.all()
+
+    def figures(self) -> dict[str, float]:
+        """Gauges of the front itself."""
+        return {
+            "index_blocks": len(self.index),
+            "weight_epoch": self.epoch.number,
+            "ready": float(self.ready),
+            "scheduler_waiting": self.dispatcher.waiting,
+            "sessions_closing": len(self.closer),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is held anywhere; all of it is zero when nothing is under way."""
+        return {
+            "mode": self.plan.mode.value,
+            "ready": self.ready,
+            "weight_epoch": self.epoch.number,
+            "index_blocks": len(self.index),
+            "requests_open": self._open,
+            "sessions_closing": len(self.closer),
+            "snic": self.members.total("storage_read_bytes"),
+            "path": {
+                "pe": int(self._path_bytes("pe")),
+                "de": int(self._path_bytes("de")),
+                "split": int(self.metrics.split_bytes._value.get()),
+            },
+            "scheduler": self.dispatcher.snapshot(),
+            "engines": [_engine_state(member) for member in self.members.all()],
+        }
+
+    def check_integrity(self) -> None:
+        """Recount every ledger of the front.
+
+        Raises:
+            AssertionError: one is off.
+        """
+        self.index.check_integrity()
+        self.dispatcher.check_integrity()
+
+    def _path_bytes(self, side: str) -> float:
+        return float(self.metrics.path_bytes.labels(side)._value.get())
+
+    # ---- events ------------------------------------------------------------------------------
+
+    def _member_changed(self, member: Member) -> None:
+        self.dispatcher.sync(member)
+
+    def _dropped(self, message: Dropped) -> None:
+        self.metrics.dropped_blocks.labels(message.reason).inc(len(message.keys))
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self.failed.done():
+            return
+        error = task.exception() or RuntimeError("a background task ended")
+        logger.error("the front cannot go on", exc_info=error)
+        self.failed.set_result(error)
+
+
+def _engine_state(member: Member) -> dict[str, Any]:
+    return {
+        "name": member.name,
+        "role": member.role.value,
+        "node": member.hello.node,
+        "incarnation": member.peer.incarnation,
+        "pid": member.hello.pid,
+        "url": member.hello.http_url,
+        "usable": member.usable,
+        "failing": member.failing,
+        "open_sessions": member.sessions.names(),
+        "stats": member.stats,
+    }

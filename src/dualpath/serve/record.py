@@ -1,0 +1,120 @@
+"""What happened to a request: one log line, response headers, and a short memory for debugging."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+logger = logging.getLogger("dualpath.requests")
+_REMEMBERED: Final = 256
+
+
+class Outcome(enum.Enum):
+    """How a request ended."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    FAILED = "failed"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+
+
+class Path(enum.Enum):
+    """Which side read the hit blocks."""
+
+    NONE = "none"
+    PE = "pe"
+    DE = "de"
+    SPLIT = "split"
+
+
+class Phase(enum.Enum):
+    """Parts of the time to the first token."""
+
+    TOKENISE = "tokenise"
+    SCHEDULE = "schedule"
+    ALLOCATE = "allocate"
+    READ = "read"
+    PREFILL = "prefill"
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. Times are seconds; those of phases are of the last try.
+
+    Attributes:
+        first_token: ``pe`` or ``de``: which engine sampled token 1; empty before it is known.
+        hit_tokens: prompt tokens that came from storage, verified.
+        pe_blocks, de_blocks: good blocks read by each side.
+        first_byte_s, total_s: since arrival.
+    """
+
+    rid: str
+    endpoint: str
+    mode: str
+    attempt: int = 0
+    outcome: str = ""
+    status: int = 0
+    error: str = ""
+    path: str = Path.NONE.value
+    prefill: str = ""
+    decode: str = ""
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    pe_blocks: int = 0
+    de_blocks: int = 0
+    first_token: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    first_byte_s: float | None = None
+    total_s: float = 0.0
+    arrived_s: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def timed(self, phase: Phase) -> Iterator[None]:
+        """Measure a phase, also when it fails."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[phase.value] = time.monotonic() - start
+
+    def headers(self) -> dict[str, str]:
+        """What the client is told."""
+        return {
+            "x-request-id": self.rid,
+            "x-dualpath-path": self.path,
+            "x-dualpath-hit-tokens": str(self.hit_tokens),
+            "x-dualpath-first-token": self.first_token or "de",
+            "x-dualpath-attempt": str(self.attempt),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """For logs and ``/debug/requests``."""
+        values = asdict(self)
+        del values["arrived_s"]
+        return values
+
+
+class RecordLog:
+    """Finished requests, newest last."""
+
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque(maxlen=_REMEMBERED)
+
+    def add(self, record: Record) -> None:
+        """Log and remember."""
+        record.total_s = time.monotonic() - record.arrived_s
+        self._records.append(record)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", json.dumps(record.as_dict()))
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The last ones."""
+        return [record.as_dict() for record in self._records]

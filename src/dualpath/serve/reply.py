@@ -1,0 +1,100 @@
+"""What has been sent to a client so far. One per request; whoever writes to it owns it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.types import Send
+
+from dualpath.serve.errors import error_body
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Reply:
+    """Writes an answer, whole or as server-sent events."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.headers: dict[str, str] = {}
+        self.started = False
+        self.ended = False
+        self.status = 0
+        self.first_byte_s: float | None = None
+
+    async def whole(
+        self, status: int, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """The whole answer as JSON."""
+        await self._start(status, "application/json", {"content-length": str(len(body))}, headers)
+        await self._send({"type": "http.response.body", "body": body})
+        self.ended = True
+
+    async def whole_json(self, status: int, body: Mapping[str, Any]) -> None:
+        """The same with an object."""
+        await self.whole(status, msgspec.json.encode(body))
+
+    async def event(self, event: Mapping[str, Any]) -> None:
+        """One server-sent event; the first one sends the headers too."""
+        await self._piece(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+    async def end_stream(self) -> None:
+        """``[DONE]``."""
+        await self._piece(_DONE)
+        await self._send({"type": "http.response.body", "body": b""})
+        self.ended = True
+
+    async def fail(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "",
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """An error: a status of its own while nothing has been sent, else an event that ends the
+        stream."""
+        await self.fail_with(status, error_body(status, message, kind, param), headers)
+
+    async def fail_with(
+        self, status: int, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """The same with a finished body."""
+        if self.ended:
+            return
+        if not self.started:
+            await self.whole(status, body, headers)
+            return
+        # One line, whatever the engine's error looked like: a line break would end the event.
+        await self._piece(b"data: " + b" ".join(body.splitlines()) + b"\n\n")
+        await self.end_stream()
+
+    async def _piece(self, data: bytes) -> None:
+        if not self.started:
+            await self._start(
+                200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
+            )
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _start(
+        self,
+        status: int,
+        content_type: str,
+        own: Mapping[str, str],
+        further: Mapping[str, str] | None = None,
+    ) -> None:
+        self.started = True
+        self.status = status
+        self.first_byte_s = time.monotonic()
+        headers = {"content-type": content_type, **own, **self.headers, **(further or {})}
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            }
+        )
