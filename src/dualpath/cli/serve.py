@@ -1,0 +1,42 @@
+"""``dualpath serve``: the front alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dualpath import config as cluster
+from dualpath.cli.signals import stop_on_signal
+from dualpath.config import ClusterConfig, ConfigError
+from dualpath.serve import serve
+
+
+def serve_command(
+    config: Annotated[Path, typer.Option(help="Cluster file.")],
+) -> None:
+    """Run the front and the scheduler; the engines run elsewhere (see 'dualpath engine')."""
+    described = cluster.load(config)
+    for field, port in (
+        ("port", described.front.port),
+        ("control_port", described.front.control_port),
+    ):
+        if port == 0:
+            raise ConfigError(f"{config}: front.{field}: must be set for 'serve'; engines and "
+                              "clients could not find a free one")  # fmt: skip
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        asyncio.run(_serve(described))
+    except OSError as error:
+        typer.echo(f"error: the front cannot listen: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+async def _serve(config: ClusterConfig) -> None:
+    with stop_on_signal() as stop:
+        await serve(config, ready=lambda url: typer.echo(f"ready: {url}/v1"), stop=stop)

@@ -1,0 +1,148 @@
+"""``dualpath up``: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import typer
+from rich.console import Console
+
+from dualpath import config as cluster
+from dualpath.cli.defaults import default_cluster, engine_argv
+from dualpath.cli.signals import stop_on_signal
+from dualpath.cli.starting import engine_progress
+from dualpath.config import ClusterConfig, ConfigError, Mode, ModelConfig
+from dualpath.engine import models
+from dualpath.serve.local import ClusterFailed, local_cluster
+from dualpath.serve.ports import NoFreePort
+from dualpath.serve.supervise import StartFailed
+
+EXIT_FAILED: Final = 1
+_RUN_DIR: Final = Path("dualpath-run")
+_STORE: Final = Path("dualpath-store")
+_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def up_command(
+    config: Annotated[Path | None, typer.Option(help="Cluster file [a small default].")] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder, Hugging Face name, 'smollm2' or 'tiny' [smollm2, or the file's]."
+        ),
+    ] = "",
+    mode: Annotated[
+        Mode | None, typer.Option(help="How KV is loaded [dualpath, or the file's].")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes [1].")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes [1].")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder of the KV store [dualpath-store, or the file's].")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Of the API; 0: any free [8000, or the file's]."),
+    ] = None,
+    run_dir: Annotated[Path, typer.Option(help="Logs and run-time files.")] = _RUN_DIR,
+) -> None:
+    """Start the front, prefill and decode engines on this machine. Ctrl-C stops all of it."""
+    if config is not None and (prefill is not None or decode is not None):
+        raise ConfigError(f"--prefill, --decode: {config} describes the nodes; change it there")
+    console = Console(stderr=True)
+    try:
+        described = _described(config, model, mode, prefill or 1, decode or 1, console)
+        if store is not None:
+            storage = msgspec.structs.replace(described.storage, path=str(store))
+            described = msgspec.structs.replace(described, storage=storage)
+        if port is not None:
+            front = msgspec.structs.replace(described.front, port=port)
+            described = msgspec.structs.replace(described, front=front)
+        _log_to(run_dir)
+        asyncio.run(_up(described, run_dir, console))
+    except (StartFailed, ClusterFailed, NoFreePort, models.ModelError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def _described(
+    config: Path | None, model: str, mode: Mode | None, prefill: int, decode: int, console: Console
+) -> ClusterConfig:
+    path = _model_path(model, console) if model or config is None else ""
+    if config is None:
+        return default_cluster(
+            path, mode=mode or Mode.DUALPATH, prefill=prefill, decode=decode,
+            store=_STORE, port=8000,
+        )  # fmt: skip
+    described = cluster.load(config)
+    # Through the parser again: the mode and the rest must still fit together.
+    data = msgspec.toml.decode(cluster.dump(described))
+    if mode is not None:
+        data["mode"] = mode.value
+    if path:
+        data["model"] = msgspec.to_builtins(
+            ModelConfig(
+                path=path, dtype=described.model.dtype, max_model_len=described.model.max_model_len
+            )
+        )
+    return cluster.parse(data, str(config))
+
+
+def _model_path(model: str, console: Console) -> str:
+    bundled = models.bundled(model or "smollm2")
+    if bundled is None:
+        return model
+    if not models.model_path(bundled).is_dir():
+        console.print(f"preparing {bundled.value} (once, about a minute) ...", highlight=False)
+    return str(models.ensure(bundled))
+
+
+def _log_to(run_dir: Path) -> None:
+    """The front's log to a file; warnings on stderr as well."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(run_dir / "front.log", mode="w")
+    except OSError as error:
+        raise ConfigError(f"--run-dir: {run_dir} cannot be used: {error.strerror}") from None
+    stderr = logging.StreamHandler()
+    stderr.setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=[file, stderr])
+
+
+async def _up(config: ClusterConfig, run_dir: Path, console: Console) -> None:
+    with stop_on_signal() as stop:
+        running = asyncio.create_task(_run(config, run_dir, console))
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            # A signal may come during the start, too.
+            await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                console.print("stopping ...", highlight=False)
+                running.cancel()
+                await asyncio.wait([running])
+            if not running.cancelled():
+                running.result()
+        finally:
+            stopped.cancel()
+
+
+async def _run(config: ClusterConfig, run_dir: Path, console: Console) -> None:
+    """Run until cancelled.
+
+    Raises:
+        StartFailed, ClusterFailed: it does not run.
+    """
+    with engine_progress("starting engines", console) as (listen, settled):
+        async with local_cluster(config, run_dir, engine_argv, listen) as running:
+            settled()
+            served = running.config
+            typer.echo(
+                f"ready: {running.url}/v1 (model {served.model.name}, mode {served.mode.value}; "
+                f"logs in {run_dir}; Ctrl-C stops all)"
+            )
+            # Not awaited directly: our cancellation must not cancel the front, which drains.
+            await asyncio.wait([running.front])
+            raise ClusterFailed("the front ended without being told to")
