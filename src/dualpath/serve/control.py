@@ -126,7 +126,7 @@ class ControlServer:
         channel.send(
             Welcome(
                 front=self._config.name,
-                report_interval_s=self._config.scheduler.fetch_interval,
+                report_interval_s=float(self._config.scheduler.fetch_interval),
                 weight_epoch=self._epoch.number,
             )
         )
