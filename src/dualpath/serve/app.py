@@ -183,7 +183,8 @@ class Routes:
         return _json({"weight_epoch": number})
 
     async def set_mode(self, request: Request) -> Response:
-        """``POST /admin/mode``, body ``{"mode": name}``."""
+        """``POST /admin/mode``, body ``{"mode": name, "policy": name}``; without a policy the
+        mode's own."""
         self._admin(request)
         body = await _body(request)
         names = ", ".join(mode.value for mode in Mode)
@@ -192,7 +193,7 @@ class Routes:
         except ValueError:
             raise bad_request(f"mode must be one of {names}", "mode") from None
         try:
-            self._front.set_mode(mode)
+            self._front.set_mode(mode, str(body.get("policy", "")))
         except ConfigError as error:
             raise bad_request(str(error), "mode") from None
         except ValueError as error:

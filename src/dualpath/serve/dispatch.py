@@ -12,6 +12,8 @@ import asyncio
 import logging
 import time
 
+import msgspec
+
 from dualpath.config import ClusterConfig, Mode, Role
 from dualpath.scheduler import (
     Assignment,
@@ -46,15 +48,17 @@ class Dispatcher:
         """Requests without engines."""
         return len(self._waiting)
 
-    def set_mode(self, mode: Mode) -> None:
-        """Take the policies of ``mode``. Only while no request is queued or assigned.
+    def set_mode(self, mode: Mode, policy: str = "") -> None:
+        """Take the policies of ``mode``, or those called ``policy``. Only while no request is
+        queued or assigned.
 
         Raises:
-            ValueError: there is one.
+            ValueError: there is one, or no policy is called so.
         """
         if self._waiting or not self._scheduler.idle:
             raise ValueError("requests are under way")
-        self._scheduler = Scheduler(SchedulerSettings.of(self._config.scheduler, mode))
+        settings = msgspec.structs.replace(self._config.scheduler, policy=policy)
+        self._scheduler = Scheduler(SchedulerSettings.of(settings, mode))
         members = list(self._known.values())
         self._known.clear()
         for member in members:

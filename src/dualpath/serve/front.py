@@ -27,6 +27,7 @@ from dualpath.serve.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 _GRACE_TRANSFERS = 2
+_PROBE_INTERVAL_S = 0.25
 
 
 class Front:
@@ -60,6 +61,8 @@ class Front:
         self._open = 0
         self._draining = False
         self._background: list[asyncio.Task[None]] = []
+        self._probed: set[Member] = set()
+        self._probes: set[asyncio.Task[None]] = set()
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -99,9 +102,10 @@ class Front:
         """End sessions and connections. The HTTP server has ended its requests before."""
         self.drain()
         await self.closer.drain(self.config.timeouts.drain)
-        for task in self._background:
+        ending = [*self._background, *self._probes]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         await self.control.close()
         if self._services is not None:
             await self._services.upstream.close()
@@ -142,17 +146,18 @@ class Front:
             self.records.add(record)
             self.metrics.finished(record)
 
-    def set_mode(self, mode: Mode) -> None:
-        """Serve in another mode from now on. Only while nothing is under way.
+    def set_mode(self, mode: Mode, policy: str = "") -> None:
+        """Serve in another mode from now on, with the mode's own policies or those called
+        ``policy``. Only while nothing is under way.
 
         Raises:
-            ValueError: requests are under way.
+            ValueError: requests are under way, or no policy is called so.
             ConfigError: the mode is not allowed here.
         """
         plan = plan_for(mode, self.config)
         if self._open:
             raise ValueError("requests are under way")
-        self.dispatcher.set_mode(mode)
+        self.dispatcher.set_mode(mode, policy)
         self.plan = plan
         logger.warning("mode is %s now", mode.value)
 
@@ -206,7 +211,24 @@ class Front:
     # ---- events ------------------------------------------------------------------------------
 
     def _member_changed(self, member: Member) -> None:
+        if not member.serving and not member.lost.done() and member not in self._probed:
+            self._probed.add(member)
+            task = asyncio.create_task(self._probe(member), name=f"probe of {member.name}")
+            self._probes.add(task)
+            task.add_done_callback(self._probes.discard)
         self.dispatcher.sync(member)
+
+    async def _probe(self, member: Member) -> None:
+        """An engine joins when its cache is allocated, before its HTTP server listens."""
+        assert self._services is not None
+        while not member.lost.done():
+            if await self._services.upstream.healthy(
+                member.hello.http_url, self.config.timeouts.connect
+            ):
+                self.members.serves(member)
+                break
+            await asyncio.wait({member.lost}, timeout=_PROBE_INTERVAL_S)
+        self._probed.discard(member)
 
     def _dropped(self, message: Dropped) -> None:
         self.metrics.dropped_blocks.labels(message.reason).inc(len(message.keys))

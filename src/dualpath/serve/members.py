@@ -42,6 +42,7 @@ class Member:
         self.heard_s = time.monotonic()
         self.failing = ""
         self.fresh = True
+        self.serving = False  # its HTTP server answers; it joins before that
         self.in_place = hello.weights_in_place or hello.weights_changed
         self.sessions = SessionTable()
         self.lost: asyncio.Future[str] = loop.create_future()
@@ -62,7 +63,7 @@ class Member:
     @property
     def usable(self) -> bool:
         """Whether new work may be sent to it."""
-        return self.fresh and not self.failing and not self.lost.done()
+        return self.serving and self.fresh and not self.failing and not self.lost.done()
 
     def send(self, message: Message) -> None:
         """Queue a message; dropped when the connection is over (``lost`` says so)."""
@@ -168,6 +169,11 @@ class Members:
             member.fresh = True
             logger.info("engine %s reports again", member.name)
             self._tell(member)
+
+    def serves(self, member: Member) -> None:
+        """Its HTTP server answers."""
+        member.serving = True
+        self._tell(member)
 
     def fail(self, member: Member, reason: str) -> None:
         """A background part of the engine died."""

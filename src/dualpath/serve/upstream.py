@@ -35,6 +35,17 @@ class Upstream:
         """Drop every connection."""
         await self._session.close()
 
+    async def healthy(self, url: str, timeout_s: float) -> bool:
+        """Whether the engine at ``url`` answers its health check within the time given."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.get(f"{url}/health") as response,
+            ):
+                return response.status == 200
+        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            return False
+
     async def post(self, url: str, body: dict[str, Any], rid: str) -> tuple[int, bytes]:
         """Send a JSON body; the whole answer as ``(status, body)``. The caller sets the deadline;
         cancelling closes the connection, which makes vLLM abort the request.

@@ -254,7 +254,10 @@ class TrafficManager:
 
     async def _serve(self, channel: Channel[ToEngine]) -> None:
         hello = msgspec.structs.replace(
-            self._hello, stats=self._stats(), weights_changed=self._unacknowledged_weights
+            self._hello,
+            stats=self._stats(),
+            weights_changed=self._unacknowledged_weights,
+            weights_in_place=self._serial > 0,
         )
         channel.send(hello)
         async with asyncio.timeout(self._services.timeouts.connect):
