@@ -126,6 +126,7 @@ class FakeEngine:
         # Its death has to be a real one: the front asks the kernel.
         self._process = subprocess.Popen(["sleep", "60"])
         app = web.Application(client_max_size=1 << 26)
+        app.router.add_get("/health", self._health)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -362,6 +363,9 @@ class FakeEngine:
         self.send(TurnDurable(rid=spec.rid, attempt=spec.attempt))
 
     # ---- HTTP --------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
