@@ -216,7 +216,8 @@ class PeerAgent:
     def counters(self) -> dict[str, float]:
         """Totals since the start: ``write_bytes``, ``read_bytes`` (completed pieces),
         ``transfers``, ``descriptors_asked``, ``descriptors_merged``, ``pieces``, ``failures``
-        (timeouts included), ``timeouts``, ``connections_lost``."""
+        (timeouts included), ``timeouts``, ``connections_lost``,
+        ``pieces_of_unknown_fate``, ``ticks`` (times this agent looked after its transfers)."""
         return {name: float(value) for name, value in self._counts.items()}
 
     # ---- the engine room: one tick does everything --------------------------------------------
@@ -245,6 +246,7 @@ class PeerAgent:
             return
         if self._timer is not None:
             self._timer.cancel()
+        self._counts["ticks"] += 1
         try:
             self._carrier.work()
         finally:

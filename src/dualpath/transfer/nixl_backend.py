@@ -208,13 +208,17 @@ class NixlEndpoint:
         self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Destroy the agent. No transfer touches this side's memory after it."""
+        """Destroy the agent. No transfer touches this side's memory after it. Requests must have
+        been released: each refers to the agent."""
         for registered in self._registered:
             try:
                 self._agent.deregister_memory(registered)
             except self._nixl.errors as error:
                 logger.warning("%s: memory could not be deregistered: %r", self.name, error)
         self._registered.clear()
+        # There is no call that ends an agent: it goes with its last reference. Tracebacks of kept
+        # exceptions may still refer to the wrapper, so what it wraps is taken out of it.
+        self._agent.agent = None
         self._agent = None
 
 
