@@ -9,9 +9,8 @@ import json
 import aiohttp
 import openai
 import pytest
+from cluster_kit import Api
 from test_tokens import BLOCK, policy, random_prompt
-
-from conftest import Api
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

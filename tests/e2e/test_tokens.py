@@ -8,8 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-
-from conftest import Api, Servers
+from cluster_kit import Api, Servers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
