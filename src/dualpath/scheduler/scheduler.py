@@ -97,8 +97,10 @@ class Scheduler:
         Raises:
             SchedulerError: no such engine.
         """
-        self._cluster.set_active(self._engine(name), True)
-        self._unpark()
+        engine = self._engine(name)
+        if not engine.active:
+            self._cluster.set_active(engine, True)
+            self._unpark()
 
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Active engines whose last report is more than ``timeout_s`` old (on the clock that
@@ -345,6 +347,8 @@ class Scheduler:
 
     def _take_out(self, engine: Engine) -> None:
         """No new work, and what no fetch has returned yet goes back to its queue."""
+        if not engine.active:
+            return
         self._cluster.set_active(engine, False)
         back = [hold for hold in engine.holds.values() if not hold.delivered]
         for hold in back:
