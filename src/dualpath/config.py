@@ -253,6 +253,9 @@ class SchedulerConfig(Section, frozen=True):
         z_factor: slack on the average load in the DE's second phase.
         fetch_interval: how often a group's leader reports and fetches.
         report_timeout: an engine silent for longer gets no new work.
+        compute_quota: most seconds of attention in a prefill step (needs a profile).
+        profile: file written by ``dualpath profile``; its alpha and beta replace those above.
+        decision_log: file to which every decision is appended as a JSON line; empty for none.
     """
 
     policy: str = ""
@@ -261,6 +264,9 @@ class SchedulerConfig(Section, frozen=True):
     z_factor: Annotated[float, Meta(ge=1.0)] = 1.05
     fetch_interval: Seconds = Seconds(0.05)
     report_timeout: Seconds = Seconds(3.0)
+    compute_quota: Seconds = Seconds(0.3)
+    profile: str = ""
+    decision_log: str = ""
 
 
 class TimeoutConfig(Section, frozen=True):

@@ -16,7 +16,6 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,9 +27,10 @@ from dualpath import config as cluster
 from dualpath.blocks import BlockLayout
 from dualpath.config import ClusterConfig, Role
 from dualpath.engine import assemble
-from dualpath.engine.identity import UnsupportedEngine, describe_cache, host_id, model_digest
+from dualpath.engine.identity import describe_cache, host_id, model_digest
 from dualpath.engine.live import LiveFigures
 from dualpath.engine.metadata import StepMetadata
+from dualpath.engine.place import place_of
 from dualpath.engine.scheduler_side import SchedulerSide
 from dualpath.engine.worker_side import WorkerSide
 from dualpath.transfer.manager import EngineFailing, TrafficManager
@@ -47,17 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_connector_extra_config``: which engine of which cluster this is."""
-
-    config_file: str
-    role: Role
-    rank: int
-    http_url: str
-    control: str
-    run_dir: str
-
-
 class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """KV of this engine's requests over both read paths. See ``KVConnectorBase_V1`` for each
     method's caller and frequency; the work is in ``SchedulerSide`` and ``WorkerSide``."""
@@ -66,7 +55,7 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._place = _place(vllm_config)
+        self._place = place_of(vllm_config)
         self._cluster = cluster.load(self._place.config_file)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
@@ -224,15 +213,6 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 _GOOD_ENDS = frozenset((FinishReason.STOP, FinishReason.LENGTH))
-
-
-def _place(vllm_config: VllmConfig) -> Place:
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    try:
-        return msgspec.convert(transfer.kv_connector_extra_config, Place)
-    except msgspec.ValidationError as error:
-        raise UnsupportedEngine(f"kv_connector_extra_config: {error}") from None
 
 
 def _scheduler_layout(config: ClusterConfig, kv_cache_config: KVCacheConfig) -> BlockLayout:

@@ -34,12 +34,14 @@ class RequestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rid, attempt: the session.
         hit_tokens: on a PE: verified tokens that can be loaded (whole blocks).
         loaded_tokens: on a DE: tokens whose KV the DE buffer holds.
+        quota: on a PE: the request's steps are held to the compute quota.
     """
 
     rid: str
     attempt: int
     hit_tokens: int = 0
     loaded_tokens: int = 0
+    quota: bool = False
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, num_computed: int) -> int:
         """Tokens that can be loaded beyond ``num_computed``."""
-        params = _params(request)
+        params = request_params(request)
         if params is None or num_computed:
             return 0
         tracked = self._tracked.get(request.request_id)
@@ -79,7 +81,7 @@ class SchedulerSide:
 
     def after_alloc(self, request: Request, external_tokens: int) -> None:
         """Blocks are allocated: remember what the next step must load."""
-        params = _params(request)
+        params = request_params(request)
         if params is None:
             return
         tracked = self._tracked.get(request.request_id)
@@ -196,7 +198,7 @@ class SchedulerSide:
         """A request is over; True when its blocks must be kept until the worker is done."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            params = _params(request)
+            params = request_params(request)
             if params is not None:  # ended before it was ever scheduled
                 self._finished.append(
                     FinishedRequest(
@@ -225,7 +227,8 @@ class SchedulerSide:
         return bool(self._finished)
 
 
-def _params(request: Request) -> RequestParams | None:
+def request_params(request: Request) -> RequestParams | None:
+    """The front's parameters of a request; None when it is not one of the front's."""
     raw: Any = (request.kv_transfer_params or {}).get("dualpath")
     if raw is None:
         return None
