@@ -44,6 +44,7 @@ class Scheduler:
         self._arrived: Queue = OrderedDict()  # without a DE: the global queue
         self._parked: Queue = OrderedDict()  # without a DE that could hold them at present
         self._rejected: list[Rejection] = []  # found between fetches, returned by the next one
+        self._queued_again = False  # the global queue has some older than those placed already
         self._largest_hbm = 0
         self._arrivals = 0
         self._completed = 0
@@ -297,6 +298,11 @@ class Scheduler:
                     group.queued += entry.tokens
         finally:
             _drop_first(arrived, taken)
+        if self._queued_again:
+            self._queued_again = False
+            _merge(self._parked, ())
+            for group in self._cluster.groups.values():
+                _merge(group.queue, ())
 
     def _fetch_decode(self, group: Group, done: list[Assignment]) -> None:
         """DE phase 2."""
@@ -367,11 +373,15 @@ class Scheduler:
         for entry in homeless:
             self._leave_queue(entry)
         _merge(self._arrived, entries + homeless)
+        self._queued_again = True
 
     def _unpark(self) -> None:
+        if not self._parked:
+            return
         parked = list(self._parked.values())
         self._parked.clear()
         _merge(self._arrived, parked)
+        self._queued_again = True
 
     def _reject_too_large(self) -> None:
         largest = self._largest_hbm
@@ -426,7 +436,6 @@ def _drop_first(queue: Queue, count: int) -> None:
 
 def _merge(queue: Queue, entries: Iterable[Entry]) -> None:
     """Put requests back where they belong by arrival. O(n log n); rare."""
-    if back := list(entries):
-        ordered = sorted([*queue.values(), *back], key=_arrival)
-        queue.clear()
-        queue.update((entry.rid, entry) for entry in ordered)
+    ordered = sorted([*queue.values(), *entries], key=_arrival)
+    queue.clear()
+    queue.update((entry.rid, entry) for entry in ordered)
