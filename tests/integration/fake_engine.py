@@ -117,6 +117,7 @@ class FakeEngine:
         self.welcome: Welcome | None = None
         self.refused: str | None = None
         self.silent = False
+        self.killed = False
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class FakeEngine:
         """Join the front; ``refused`` says whether it was let in."""
         self.incarnation = secrets.token_hex(4)
         # Its death has to be a real one: the front asks the kernel.
-        self._process = subprocess.Popen(["sleep", "60"])
+        self._process = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220 - a few milliseconds
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/health", self._health)
         app.router.add_post("/tokenize", self._tokenize)
@@ -194,17 +195,20 @@ class FakeEngine:
         self.shared.events.append(f"{self.name} killed")
         for writer in [name for name, engine in self.shared.writers.items() if engine == self.name]:
             del self.shared.writers[writer]
+        self.killed = True
         self.sessions.clear()
         await self.stop()
 
-    async def drop_control(self, *, rejoin: bool = True) -> None:
-        """Lose the control connection and come back as the same process."""
+    async def drop_control(self) -> None:
+        """Lose the control connection; the process lives, and so may its transfers."""
         assert self._channel is not None
         await self._channel.close()
+
+    async def rejoin(self) -> None:
+        """End everything old, then come back as the same process."""
         for key in list(self.sessions):
             self._forget(key)
-        if rejoin:
-            await self.join()
+        await self.join()
 
     def hold(self, point: str) -> None:
         """Stop at ``point`` from now on."""
@@ -401,7 +405,7 @@ class FakeEngine:
         if parameters is None:
             return None
         session = self.sessions.get((parameters["rid"], parameters["attempt"]))
-        if session is None:
+        if session is None and not self.killed:
             self.shared.faults.append(f"{self.name}: a request without its session")
         return session
 
@@ -497,7 +501,7 @@ class FakeEngine:
 
         self.in_place = True
         self.send(WeightsChanged(how="test", serial=7))
-        while not self.answers:
+        while not self.answers:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         answer = self.answers.pop()
         assert isinstance(answer, EpochAdvanced)

@@ -36,7 +36,7 @@ def make_config(
         "front": {"port": 0, "control_port": free_port()},
         "storage": {"path": str(store / "store")},
         "engine": {"block_tokens": BLOCK, "engine_block_tokens": BLOCK},
-        "scheduler": {"fetch_interval": "10ms", "report_timeout": "200ms"},
+        "scheduler": {"fetch_interval": "10ms", "report_timeout": "2s"},
         "timeouts": {
             "request": "5s", "admission": "2s", "durable": "1s", "transfer": "300ms",
             "connect": "2s", "drain": "1s",
@@ -54,8 +54,17 @@ def make_config(
 class FakeCluster:
     """The front's URL, a client, and the engines."""
 
-    def __init__(self, config: ClusterConfig, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        url: str,
+        http: aiohttp.ClientSession,
+        front: asyncio.Task[None],
+        stop: asyncio.Event,
+    ) -> None:
         self.config = config
+        self.front = front
+        self.stop = stop
         self.url = url
         self.http = http
         self.shared = Shared()
@@ -76,10 +85,13 @@ class FakeCluster:
         return FakeEngine(self.shared, role, rank, node.name, port)
 
     async def add(self, role: Role, rank: int) -> FakeEngine:
-        """Start an engine and let it join."""
+        """Start an engine, and wait until it may get work (or was refused)."""
         engine = self.engine(role, rank)
         self.engines[engine.name] = engine
-        return await engine.start()
+        await engine.start()
+        if engine.refused is None:
+            await self.usable(engine.name, True)
+        return engine
 
     async def get(self, path: str) -> Any:
         async with self.http.get(self.url + path) as response:
@@ -119,15 +131,31 @@ class FakeCluster:
     async def until(self, what: Callable[[], bool], timeout_s: float = 3.0) -> None:
         """Wait for something to become true."""
         async with asyncio.timeout(timeout_s):
-            while not what():
+            while not what():  # noqa: ASYNC110 - what is watched has no event
                 await asyncio.sleep(0.005)
+
+    async def usable(self, name: str, value: bool) -> None:
+        """Wait until the front gives an engine work, or does not."""
+        async with asyncio.timeout(3.0):
+            while (await self._usable()).get(name) is not value:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def gone(self, *names: str) -> None:
+        """Wait until these engines are not connected."""
+        async with asyncio.timeout(3.0):
+            while set(names) & (await self._usable()).keys():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def _usable(self) -> dict[str, bool]:
+        state = await self.get("/debug/state")
+        return {engine["name"]: engine["usable"] for engine in state["engines"]}
 
     async def idle(self) -> None:
         """Wait until nothing is held anywhere, then check that nothing is and nothing was wrong."""
         async with asyncio.timeout(5.0):
-            while not _all_zero(await self.get("/debug/state")):
+            while not _all_zero(await self.get("/debug/state")):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert self.shared.faults == []
+        assert self.shared.faults == [], self.shared.faults
         assert self.shared.writers == {}
         assert all(engine.sessions == {} for engine in self.engines.values())
 
@@ -159,7 +187,7 @@ async def running_front(config: ClusterConfig) -> AsyncIterator[FakeCluster]:
         await asyncio.wait({front, url}, return_when=asyncio.FIRST_COMPLETED)
         if front.done():
             await front
-        cluster = FakeCluster(config, url.result(), http)
+        cluster = FakeCluster(config, url.result(), http, front, stop)
         try:
             yield cluster
         finally:
@@ -174,9 +202,8 @@ async def running_front(config: ClusterConfig) -> AsyncIterator[FakeCluster]:
 
 @contextlib.asynccontextmanager
 async def running_cluster(config: ClusterConfig) -> AsyncIterator[FakeCluster]:
-    """A front with every engine of its description."""
+    """A front with the first PE and the first DE of its description."""
     async with running_front(config) as cluster:
-        for role in (Role.PREFILL, Role.DECODE):
-            for rank in range(len(config.engines(role))):
-                await cluster.add(role, rank)
+        await cluster.add(Role.PREFILL, 0)
+        await cluster.add(Role.DECODE, 0)
         yield cluster

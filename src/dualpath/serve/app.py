@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from dualpath.config import ConfigError, Mode
 from dualpath.serve.auth import require_admin, tenant_of
 from dualpath.serve.body import MAX_BODY_BYTES, Endpoint, parse_call
+from dualpath.serve.dispatch import RequestsUnderWay
 from dualpath.serve.errors import ApiError, bad_request, error_body
 from dualpath.serve.front import Front
 from dualpath.serve.metrics import CONTENT_TYPE
@@ -192,12 +193,17 @@ class Routes:
             mode = Mode(body.get("mode"))
         except ValueError:
             raise bad_request(f"mode must be one of {names}", "mode") from None
+        policy = body.get("policy", "")
+        if not isinstance(policy, str):
+            raise bad_request("policy must be a string", "policy")
         try:
-            self._front.set_mode(mode, str(body.get("policy", "")))
+            self._front.set_mode(mode, policy)
+        except RequestsUnderWay as error:
+            raise ApiError(409, str(error)) from None
         except ConfigError as error:
             raise bad_request(str(error), "mode") from None
         except ValueError as error:
-            raise ApiError(409, str(error)) from None
+            raise bad_request(str(error), "policy") from None
         return _json({"mode": mode.value})
 
     def _admin(self, request: Request) -> None:

@@ -49,6 +49,7 @@ class Attempt:
         self._prefill: EngineSession | None = None
         self._prefill_closing: asyncio.Task[None] | None = None
         self._decode: EngineSession | None = None
+        self._epoch: int | None = None
 
     async def run(self, fingerprint: Fingerprint) -> None:
         """Answer the client.
@@ -61,8 +62,10 @@ class Attempt:
         services = self._services
         done = False
         try:
+            self._epoch = services.epoch.number if services.epoch.settled else None
             spec = session_spec(services, self._turn, self._number, fingerprint)
             assignment = await self._assigned(spec)
+            self._check_epoch()
             await self._serve(spec, assignment, fingerprint)
             done = True
         finally:
@@ -97,6 +100,12 @@ class Attempt:
                     headers={"retry-after": "1"},
                 ) from None
 
+    def _check_epoch(self) -> None:
+        """A hit found before a weight update must not be used after it."""
+        epoch = self._services.epoch
+        if self._epoch != (epoch.number if epoch.settled else None):
+            raise AttemptFailed("the weights changed while the request waited")
+
     def _member(self, name: str) -> Member:
         member = self._services.members.get(name)
         if member is None:
@@ -114,6 +123,7 @@ class Attempt:
         record = turn.record
         record.prefill, record.decode = prefill.name, decode.name
         good = await self._read(spec, prefill, decode, split)
+        self._check_epoch()
         record.hit_tokens = good * fingerprint.block_tokens
         record.path = assignment.read.path.value if good else "none"
         self._count(spec, assignment, fingerprint, good)

@@ -183,10 +183,15 @@ def _check_prompt(body: dict[str, Any]) -> None:
         raise bad_request("token ids must be integers from 0 to 4294967295", "prompt")
 
 
+def _given(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    return value is not None and value is not False  # 0 is a value, and equals False
+
+
 def _alone(endpoint: Endpoint, body: dict[str, Any], limit: int | None) -> bool:
-    if any(body.get(name) not in (None, False) for name in _WHOLE_PROMPT):
+    if any(_given(body, name) for name in _WHOLE_PROMPT):
         return True
-    echo = body.get("echo") not in (None, False)
+    echo = _given(body, "echo")
     if endpoint is Endpoint.COMPLETION:
         return limit == 0 or (echo and body.get("logprobs") is not None)
     return limit == 0

@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 _SILENCE_CHECKS_PER_TIMEOUT = 4
 
 
+class RequestsUnderWay(RuntimeError):
+    """What was asked needs an idle front."""
+
+
 class Dispatcher:
     """Belongs to the event loop."""
 
@@ -53,10 +57,11 @@ class Dispatcher:
         queued or assigned.
 
         Raises:
-            ValueError: there is one, or no policy is called so.
+            RequestsUnderWay: there is one.
+            ValueError: no policy is called so.
         """
         if self._waiting or not self._scheduler.idle:
-            raise ValueError("requests are under way")
+            raise RequestsUnderWay("requests are under way")
         settings = msgspec.structs.replace(self._config.scheduler, policy=policy)
         self._scheduler = Scheduler(SchedulerSettings.of(settings, mode))
         members = list(self._known.values())

@@ -12,7 +12,7 @@ from dualpath.control.messages import Dropped
 from dualpath.serve.body import Call
 from dualpath.serve.closing import Closer
 from dualpath.serve.control import ControlServer
-from dualpath.serve.dispatch import Dispatcher
+from dualpath.serve.dispatch import Dispatcher, RequestsUnderWay
 from dualpath.serve.epoch import WeightEpoch
 from dualpath.serve.first_token import EngineHabits
 from dualpath.serve.index import BlockIndex, scan_store
@@ -151,12 +151,13 @@ class Front:
         ``policy``. Only while nothing is under way.
 
         Raises:
-            ValueError: requests are under way, or no policy is called so.
+            RequestsUnderWay: requests are under way.
+            ValueError: no policy is called so.
             ConfigError: the mode is not allowed here.
         """
         plan = plan_for(mode, self.config)
         if self._open:
-            raise ValueError("requests are under way")
+            raise RequestsUnderWay("requests are under way")
         self.dispatcher.set_mode(mode, policy)
         self.plan = plan
         logger.warning("mode is %s now", mode.value)

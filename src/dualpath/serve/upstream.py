@@ -79,8 +79,6 @@ class Upstream:
                     response.close()  # not back to the pool: the rest must not be waited for
                     raise
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            if isinstance(error, TimeoutError):
-                raise
             raise EngineAnswer(f"{url}: {type(error).__name__}: {error}") from error
 
 
