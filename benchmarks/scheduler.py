@@ -7,7 +7,8 @@ followed by a new one, so the backlog never shrinks. The clusters have one PE no
 ``assignments_per_s`` counts the time inside ``fetch``, the application of the reports included;
 ``lifecycle_per_s`` also that inside ``submit``, ``read_done``, ``prefill_done`` and ``finish``;
 ``one_group_per_s`` is the first figure with all PEs in one group and all DEs in another, the worst
-case for a scheduler that looks at every engine. Best of ``--repeat`` runs.
+case for a scheduler that looks at every engine. Seconds are CPU seconds of the one thread, so that
+other work on the machine does not count. Best of ``--repeat`` runs.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Bench:
             self._used[engine] += sign * request.hbm_tokens
 
     def tick(self, now_s: float) -> tuple[int, float, float]:
-        """``(assignments, seconds in fetch, seconds in all calls)``."""
+        """``(assignments, CPU seconds in fetch, CPU seconds in all calls)``."""
         scheduler = self._scheduler
         fetch_s = other_s = 0.0
         new: list[Assignment] = []
@@ -89,9 +90,9 @@ class Bench:
                 EngineReport(s.name, self._seq[s.name], self._tok[s.name], 0, self._used[s.name])
                 for s in specs
             ]
-            begin = time.perf_counter()
+            begin = time.thread_time()
             decisions = scheduler.fetch(group, reports, now_s)
-            fetch_s += time.perf_counter() - begin
+            fetch_s += time.thread_time() - begin
             for assignment in decisions.assigned:
                 request = self._requests[assignment.rid]
                 self._book(assignment.prefill, 1, request, hbm=False)
@@ -106,7 +107,7 @@ class Bench:
         for assignment in finished:
             self._book(assignment.decode, -1, self._requests.pop(assignment.rid), hbm=True)
         fresh = [self._request() for _ in finished]
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for assignment in prefilled:
             scheduler.read_done(assignment.rid, Role.PREFILL)
             scheduler.read_done(assignment.rid, Role.DECODE)
@@ -115,7 +116,7 @@ class Bench:
             scheduler.finish(assignment.rid)
         for request in fresh:
             scheduler.submit(request)
-        other_s += time.perf_counter() - begin
+        other_s += time.thread_time() - begin
         return len(new), fetch_s, fetch_s + other_s
 
     def run(self, seconds: float) -> tuple[float, float]:
