@@ -67,6 +67,7 @@ async def reference(stage: Stage) -> ReplayResult:
         device=launch.installed_device(),
         host=_HOST,
         http_port=port,
+        inherited=os.environ,
     )
     url = f"http://{_HOST}:{port}"
 

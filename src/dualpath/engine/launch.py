@@ -1,6 +1,6 @@
 """The command line of one engine: vLLM's own API server with our connector and worker.
 
-Pure apart from looking whether the model is a folder; imports no vLLM. Everything that starts an
+Pure apart from looking whether two folders exist; imports no vLLM. Everything that starts an
 engine (``dualpath engine``, ``dualpath up``, a cluster manager's manifest) uses what is built here.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import importlib.metadata
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from dualpath.config import ClusterConfig, ConfigError, Role, engine_name
+from dualpath.engine.native import library_dir
 
 _SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
 _WORKER_CLASS: Final = "dualpath.engine.worker.DualPathWorker"
@@ -122,17 +124,23 @@ def engine_command(
         json.dumps(_transfer_config(place, node.host)),
         *config.engine.extra_args,
     )
-    env = _env(config, device) | _gpu(local, node.engines, device, inherited)
+    env = _env(config, device, inherited) | _gpu(local, node.engines, device, inherited)
     return Command(argv, env | config.engine.env)
 
 
 def plain_command(
-    config: ClusterConfig, *, python: str, device: Device, host: str, http_port: int
+    config: ClusterConfig,
+    *,
+    python: str,
+    device: Device,
+    host: str,
+    http_port: int,
+    inherited: Mapping[str, str] | None = None,
 ) -> Command:
     """Command line of one vLLM without connector, otherwise set as the cluster's engines are:
     what their tokens are compared with."""
     argv = (*_server(config, python, device, host, http_port), *config.engine.extra_args)
-    return Command(argv, _env(config, device) | config.engine.env)
+    return Command(argv, _env(config, device, inherited or {}) | config.engine.env)
 
 
 def http_port(config: ClusterConfig, role: Role, rank: int) -> int:
@@ -213,7 +221,7 @@ def _transfer_config(place: EnginePlace, host: str) -> dict[str, object]:
     }
 
 
-def _env(config: ClusterConfig, device: Device) -> dict[str, str]:
+def _env(config: ClusterConfig, device: Device, inherited: Mapping[str, str]) -> dict[str, str]:
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -227,6 +235,9 @@ def _env(config: ClusterConfig, device: Device) -> dict[str, str]:
         env["OMP_NUM_THREADS"] = str(config.engine.threads)
         # vLLM would pin every engine of the machine to the same first cores.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if (folder := library_dir()).is_dir():
+            paths = [str(folder), inherited.get("LD_LIBRARY_PATH", "")]
+            env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
     return env
 
 
