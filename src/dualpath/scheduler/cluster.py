@@ -1,6 +1,6 @@
 """The ledger: who holds how many tokens where.
 
-Every number that a policy looks at is changed here and nowhere else, so ``check_integrity`` can
+Every number that a policy looks at is changed here and nowhere else, so ``integrity`` can
 recount all of them from the requests themselves.
 """
 
@@ -109,10 +109,8 @@ class Cluster:
         hold = engine.holds[entry.rid] = Hold(entry, engine, need)
         tokens = entry.tokens
         engine.tok += tokens
-        engine.own_tok += tokens
         engine.half_tok += tokens
         engine.seq += 1
-        engine.own_seq += 1
         engine.half_seq += 1
         if engine.active:
             engine.group.tok += tokens
@@ -131,7 +129,6 @@ class Cluster:
         if read:
             node = engine.node
             node.read_q += read
-            node.own += read
             node.readers += 1
             hold.read = read
             hold.read_epoch = node.epoch
@@ -150,18 +147,20 @@ class Cluster:
             engine.half_tok -= tokens
             engine.half_seq -= 1
         if not hold.delivered or hold.epoch == engine.epoch:
-            engine.own_tok -= tokens
-            engine.own_seq -= 1
             engine.tok -= tokens
             engine.seq -= 1
         else:
             # The report may have been taken after the engine was done with it: never take off
             # more than the report's share, or newer assignments would be lost.
-            engine.tok -= min(tokens, engine.tok - engine.own_tok)
-            engine.seq -= min(1, engine.seq - engine.own_seq)
+            over = min(tokens, engine.known_tok)
+            engine.known_tok -= over
+            engine.tok -= over
+            over = min(1, engine.known_seq)
+            engine.known_seq -= over
+            engine.seq -= over
         del engine.holds[entry.rid]
         if not engine.holds:
-            engine.tok = engine.seq = 0
+            engine.tok = engine.known_tok = engine.seq = engine.known_seq = 0
         if engine.active:
             engine.group.tok += engine.tok - before
         if hold.need:
@@ -179,14 +178,15 @@ class Cluster:
         node = hold.engine.node
         hold.read -= tokens
         if hold.read_epoch == node.epoch:
-            node.own -= tokens
             node.read_q -= tokens
         elif not settled:
-            node.read_q -= min(tokens, node.read_q - node.own)
+            over = min(tokens, node.known)
+            node.known -= over
+            node.read_q -= over
         if not hold.read:
             node.readers -= 1
             if not node.readers:
-                node.read_q = node.own = 0
+                node.read_q = node.known = 0
 
     # ---- what engines say ----------------------------------------------------------------------
 
@@ -238,30 +238,27 @@ class Cluster:
     def _replace_load(self, engine: Engine, tok: int, seq: int, missing: Iterable[str]) -> None:
         before = engine.tok
         engine.epoch += 1
-        engine.own_tok, engine.own_seq = engine.half_tok, engine.half_seq
+        engine.known_tok, engine.known_seq = tok, seq
+        engine.tok, engine.seq = tok + engine.half_tok, seq + engine.half_seq
         for rid in missing:
             hold = engine.holds.get(rid)
             if hold is not None and hold.delivered and hold.epoch != engine.epoch:
                 hold.epoch = engine.epoch
-                engine.own_tok += hold.entry.tokens
-                engine.own_seq += 1
-        engine.tok = tok + engine.own_tok
-        engine.seq = seq + engine.own_seq
+                engine.tok += hold.entry.tokens
+                engine.seq += 1
         if engine.active:
             engine.group.tok += engine.tok - before
 
     @staticmethod
     def _replace_read_q(node: Node, tokens: int) -> None:
         node.epoch += 1
-        node.own = 0
-        node.read_q = tokens
+        node.read_q = node.known = tokens
 
     @staticmethod
     def _add_unknown_read(hold: Hold) -> None:
         node = hold.engine.node
         if hold.read and hold.read_epoch != node.epoch:
             hold.read_epoch = node.epoch
-            node.own += hold.read
             node.read_q += hold.read
 
     @staticmethod
@@ -271,41 +268,3 @@ class Cluster:
         if engine.active:
             engine.group.free += free - engine.free
         engine.free = free
-
-    # ---- checks --------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Recount everything from the holds.
-
-        Raises:
-            AssertionError: a count is off.
-        """
-        for engine in self.engines.values():
-            holds = list(engine.holds.values())
-            half = [hold for hold in holds if not hold.delivered]
-            own = [hold for hold in holds if not hold.delivered or hold.epoch == engine.epoch]
-            name = engine.name
-            assert engine.half_tok == sum(h.entry.tokens for h in half), f"half_tok of {name}"
-            assert engine.half_seq == len(half), f"half_seq of {name}"
-            assert engine.own_tok == sum(h.entry.tokens for h in own), f"own_tok of {name}"
-            assert engine.own_seq == len(own), f"own_seq of {name}"
-            assert engine.tok >= engine.own_tok, f"tok of {name} is below its own part"
-            assert engine.seq >= engine.own_seq, f"seq of {name} is below its own part"
-            assert engine.promised == sum(h.need for h in holds), f"promised of {name}"
-            assert engine.promised <= engine.capacity, f"HBM of {name} is over-committed"
-            claimed = max(engine.promised, engine.used)
-            assert engine.free == max(0, engine.capacity - claimed), f"free HBM of {name}"
-        for node in self.nodes.values():
-            reads = [h for e in node.engines.values() for h in e.holds.values() if h.read]
-            unknown = sum(h.read for h in reads if h.read_epoch == node.epoch)
-            assert node.own == unknown, f"own reads of {node.name}"
-            assert node.readers == len(reads), f"readers of {node.name}"
-            assert node.read_q >= node.own, f"read queue of {node.name} is below its own part"
-        for group in self.groups.values():
-            active = [engine for engine in group.engines.values() if engine.active]
-            assert group.active == active, f"active engines of {group.name}"
-            assert group.tok == sum(engine.tok for engine in active), f"tok of {group.name}"
-            assert group.free == sum(engine.free for engine in active), f"free of {group.name}"
-            assert group.queued == sum(e.tokens for e in group.queue.values()), (
-                f"queued tokens of {group.name}"
-            )

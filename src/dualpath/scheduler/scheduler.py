@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from dualpath.config import Role
+from dualpath.scheduler import integrity
 from dualpath.scheduler.cluster import Cluster
+from dualpath.scheduler.queues import Queues, arrival_of, drop_first
 from dualpath.scheduler.registry import build
 from dualpath.scheduler.settings import SchedulerSettings
-from dualpath.scheduler.state import Engine, Entry, Group, Queue
+from dualpath.scheduler.state import Engine, Entry, Group
 from dualpath.scheduler.types import (
     Assignment,
     Decisions,
@@ -40,11 +41,8 @@ class Scheduler:
         self._prefill, self._decode, self._path = build(settings)
         self._cluster = Cluster()
         self._entries: dict[str, Entry] = {}
-        self._fifo: Queue = OrderedDict()  # without a PE
-        self._arrived: Queue = OrderedDict()  # without a DE: the global queue
-        self._parked: Queue = OrderedDict()  # without a DE that could hold them at present
+        self._queues = Queues(self._cluster)
         self._rejected: list[Rejection] = []  # found between fetches, returned by the next one
-        self._queued_again = False  # the global queue has some older than those placed already
         self._largest_hbm = 0
         self._arrivals = 0
         self._completed = 0
@@ -60,7 +58,7 @@ class Scheduler:
         """
         self._cluster.add(spec)
         self._largest_hbm = self._cluster.largest_hbm()
-        self._unpark()
+        self._queues.unpark()
 
     def remove_engine(self, name: str) -> list[str]:
         """An engine is gone.
@@ -76,7 +74,7 @@ class Scheduler:
         """
         engine = self._engine(name)
         self._take_out(engine)
-        dropped = sorted((hold.entry for hold in engine.holds.values()), key=_arrival)
+        dropped = sorted((hold.entry for hold in engine.holds.values()), key=arrival_of)
         for entry in dropped:
             self._forget(entry, settled=False)
         self._cluster.remove(engine)
@@ -101,7 +99,7 @@ class Scheduler:
         engine = self._engine(name)
         if not engine.active:
             self._cluster.set_active(engine, True)
-            self._unpark()
+            self._queues.unpark()
 
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Active engines whose last report is more than ``timeout_s`` old (on the clock that
@@ -131,7 +129,8 @@ class Scheduler:
         entry = Entry(request, self._arrivals)
         if self._largest_hbm and entry.need > self._largest_hbm:
             return self._rejection(entry)
-        self._entries[entry.rid] = self._fifo[entry.rid] = self._arrived[entry.rid] = entry
+        self._entries[entry.rid] = entry
+        self._queues.add(entry)
         return None
 
     def fetch(self, group: str, reports: Sequence[EngineReport], now_s: float) -> Decisions:
@@ -159,7 +158,7 @@ class Scheduler:
                 if fetching.role is Role.PREFILL:
                     self._fetch_prefill(fetching, done)
                 else:
-                    self._place()
+                    self._queues.place(self._decode)
                     self._fetch_decode(fetching, done)
         rejected, self._rejected = tuple(self._rejected), []
         self._completed += len(done)
@@ -203,17 +202,18 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether no request is queued or assigned and nothing is promised, held or to be read."""
         return not self._entries and not any(
-            engine.holds or engine.tok or engine.seq or engine.promised or engine.node.own
+            engine.holds or engine.promised or engine.node.readers
             for engine in self._cluster.engines.values()
         )
 
     def snapshot(self) -> Snapshot:
         """Figures for metrics. O(engines)."""
+        queues = self._queues
         private = sum(len(group.queue) for group in self._cluster.groups.values())
         return Snapshot(
-            waiting_prefill=len(self._fifo),
-            waiting_decode=len(self._arrived) + len(self._parked) + private,
-            parked=len(self._parked),
+            waiting_prefill=len(queues.fifo),
+            waiting_decode=len(queues.arrived) + len(queues.parked) + private,
+            parked=len(queues.parked),
             assigned=sum(entry.complete for entry in self._entries.values()),
             submitted=self._arrivals,
             completed=self._completed,
@@ -241,31 +241,12 @@ class Scheduler:
         Raises:
             AssertionError: one is off.
         """
-        self._cluster.check_integrity()
-        groups = self._cluster.groups.values()
-        for rid, entry in self._entries.items():
-            assert entry.complete or (entry.prefill is None) == (rid in self._fifo), rid
-            places = [rid in self._arrived, rid in self._parked, *(rid in g.queue for g in groups)]
-            assert sum(places) == (entry.decode is None), f"{rid} waits in {sum(places)} places"
-            assert (entry.group is not None) == any(places[2:]), f"group of {rid}"
-            assert not entry.complete or entry.decode is not None, f"{rid} lost its DE"
-            for hold in (entry.prefill, entry.decode):
-                assert hold is None or hold.engine.holds.get(rid) is hold, f"hold of {rid}"
-                assert hold is None or hold.delivered == entry.complete, f"delivery of {rid}"
-        held = {rid for engine in self._cluster.engines.values() for rid in engine.holds}
-        queued = {rid for q in (self._fifo, self._arrived, self._parked) for rid in q}
-        assert held | queued <= self._entries.keys(), "something is held by no request"
-        for queue in (self._fifo, self._arrived, self._parked, *(group.queue for group in groups)):
-            arrivals = [entry.arrival for entry in queue.values()]
-            assert arrivals == sorted(arrivals), "a queue is out of order"
-        for group in groups:
-            assert group.active or not group.queue, f"{group.name} has a queue and no engine"
-            assert all(entry.need <= group.largest for entry in group.queue.values()), group.name
+        integrity.check(self._cluster, self._queues, self._entries)
 
     # ---- inside a fetch ------------------------------------------------------------------------
 
     def _fetch_prefill(self, group: Group, done: list[Assignment]) -> None:
-        fifo, take = self._fifo, self._cluster.take
+        fifo, take = self._queues.fifo, self._cluster.take
         if not fifo:
             return
         choose = self._prefill.open(group, self._cluster).choose
@@ -280,29 +261,7 @@ class Scheduler:
                 if entry.decode is not None:
                     done.append(self._complete(entry))
         finally:
-            _drop_first(fifo, taken)
-
-    def _place(self) -> None:
-        """DE phase 1: empty the global queue into the groups' private ones."""
-        arrived, place, cluster = self._arrived, self._decode.place, self._cluster
-        taken = 0
-        try:
-            for rid, entry in arrived.items():
-                group = place(entry.need, cluster)
-                taken += 1
-                if group is None:
-                    self._parked[rid] = entry
-                else:
-                    entry.group = group
-                    group.queue[rid] = entry
-                    group.queued += entry.tokens
-        finally:
-            _drop_first(arrived, taken)
-        if self._queued_again:
-            self._queued_again = False
-            _merge(self._parked, ())
-            for group in self._cluster.groups.values():
-                _merge(group.queue, ())
+            drop_first(fifo, taken)
 
     def _fetch_decode(self, group: Group, done: list[Assignment]) -> None:
         """DE phase 2."""
@@ -329,7 +288,7 @@ class Scheduler:
                 if entry.prefill is not None:
                     done.append(self._complete(entry))
         finally:
-            _drop_first(queue, taken)
+            drop_first(queue, taken)
 
     def _complete(self, entry: Entry) -> Assignment:
         """Both sides are known: choose the read path."""
@@ -365,31 +324,18 @@ class Scheduler:
                 hold.entry.decode = None
         entries = [hold.entry for hold in back]
         if engine.role is Role.PREFILL:
-            _merge(self._fifo, entries)
-            return
-        # Its group may now be too small for some that wait there.
-        group = engine.group
-        homeless = [entry for entry in group.queue.values() if entry.need > group.largest]
-        for entry in homeless:
-            self._leave_queue(entry)
-        _merge(self._arrived, entries + homeless)
-        self._queued_again = True
-
-    def _unpark(self) -> None:
-        if not self._parked:
-            return
-        parked = list(self._parked.values())
-        self._parked.clear()
-        _merge(self._arrived, parked)
-        self._queued_again = True
+            self._queues.again_for_prefill(entries)
+        else:
+            # Its group may now be too small for some that wait there.
+            group = engine.group
+            homeless = [entry for entry in group.queue.values() if entry.need > group.largest]
+            self._queues.again_for_decode(entries + homeless)
 
     def _reject_too_large(self) -> None:
-        largest = self._largest_hbm
-        if largest:  # without any DE requests wait: one may join
-            for queue in (self._arrived, self._parked):
-                for entry in [entry for entry in queue.values() if entry.need > largest]:
-                    self._forget(entry, settled=False)
-                    self._rejected.append(self._rejection(entry))
+        if self._largest_hbm:  # without any DE requests wait: one may join
+            for entry in self._queues.larger_than(self._largest_hbm):
+                self._forget(entry, settled=False)
+                self._rejected.append(self._rejection(entry))
 
     def _rejection(self, entry: Entry) -> Rejection:
         self._rejections += 1
@@ -400,42 +346,14 @@ class Scheduler:
             f"{self._largest_hbm}",
         )
 
-    def _leave_queue(self, entry: Entry) -> None:
-        group = entry.group
-        assert group is not None
-        del group.queue[entry.rid]
-        group.queued -= entry.tokens
-        entry.group = None
-        self._cluster.by_total.fell(group)
-
     def _forget(self, entry: Entry, settled: bool) -> None:
-        rid = entry.rid
-        del self._entries[rid]
+        """Take a request out of everything (``settled``: see ``Cluster.leave``)."""
+        del self._entries[entry.rid]
+        if not entry.complete:
+            self._queues.discard(entry)
         if entry.prefill is not None:
             self._cluster.leave(entry.prefill, settled)
-            entry.prefill = None  # a hold knows its entry: no cycle is left for the collector
-        elif not entry.complete:
-            del self._fifo[rid]
         if entry.decode is not None:
             self._cluster.leave(entry.decode, settled)
-            entry.decode = None
-        elif entry.group is not None:
-            self._leave_queue(entry)
-        elif self._arrived.pop(rid, None) is None:
-            del self._parked[rid]
-
-
-def _arrival(entry: Entry) -> int:
-    return entry.arrival
-
-
-def _drop_first(queue: Queue, count: int) -> None:
-    for _ in range(count):
-        queue.popitem(last=False)
-
-
-def _merge(queue: Queue, entries: Iterable[Entry]) -> None:
-    """Put requests back where they belong by arrival. O(n log n); rare."""
-    ordered = sorted([*queue.values(), *entries], key=_arrival)
-    queue.clear()
-    queue.update((entry.rid, entry) for entry in ordered)
+        # A hold knows its entry: leave no cycle for the garbage collector.
+        entry.prefill = entry.decode = None

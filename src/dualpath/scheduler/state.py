@@ -18,13 +18,13 @@ Queue = OrderedDict[str, "Entry"]
 class Node:
     """A machine: its read queue is shared by its engines.
 
-    ``read_q`` = what the last report said + ``own``. ``own`` counts the reads that this report does
-    not know; ``epoch`` numbers the reports, so that a read can tell whether it is among them.
+    ``known`` is what is left of the last report in ``read_q``; the rest are reads that this report
+    does not know. ``epoch`` numbers the reports, so that a read can tell which it is.
     ``readers`` counts requests whose read is not known to be over.
     """
 
     __slots__ = (
-        "engines", "epoch", "group", "name", "own", "read_q", "read_tokens_per_s", "readers",
+        "engines", "epoch", "group", "known", "name", "read_q", "read_tokens_per_s", "readers",
     )  # fmt: skip
 
     def __init__(self, name: str, group: Group) -> None:
@@ -33,7 +33,7 @@ class Node:
         self.engines: dict[str, Engine] = {}
         self.read_tokens_per_s = 0.0
         self.read_q = 0
-        self.own = 0
+        self.known = 0
         self.epoch = 0
         self.readers = 0
 
@@ -79,9 +79,9 @@ class Group:
 class Engine:
     """One engine.
 
-    ``tok`` and ``seq`` are the last report plus ``own_*``, the assignments that report does not
-    know. ``half_*`` is the part of ``own_*`` whose requests still lack their other side: no fetch
-    has returned them, so no report can know them.
+    ``known_*`` is what is left of the last report in ``tok`` and ``seq``; the rest are assignments
+    which that report does not know. ``half_*`` are those of them whose requests still lack their
+    other side: no fetch has returned them, so no report can know them.
 
     ``promised`` is the HBM of every request assigned and not finished, all its life long; ``free``
     is what is left. ``used`` and ``promised`` overlap, since a promise is kept by using it, so the
@@ -89,9 +89,9 @@ class Engine:
     """
 
     __slots__ = (
-        "active", "capacity", "epoch", "free", "group", "half_seq", "half_tok", "holds", "name",
-        "node", "own_seq", "own_tok", "promised", "rank", "reported_s", "role", "seq", "tok",
-        "used",
+        "active", "capacity", "epoch", "free", "group", "half_seq", "half_tok", "holds",
+        "known_seq", "known_tok", "name", "node", "promised", "rank", "reported_s", "role", "seq",
+        "tok", "used",
     )  # fmt: skip
 
     def __init__(self, spec: EngineSpec, node: Node, group: Group, rank: int) -> None:
@@ -102,8 +102,8 @@ class Engine:
         self.rank: Final = rank
         self.capacity: Final = spec.hbm_tokens if spec.role is Role.DECODE else 0
         self.active = False
-        self.tok = self.own_tok = self.half_tok = 0
-        self.seq = self.own_seq = self.half_seq = 0
+        self.tok = self.known_tok = self.half_tok = 0
+        self.seq = self.known_seq = self.half_seq = 0
         self.epoch = 0
         self.used = 0
         self.promised = 0
