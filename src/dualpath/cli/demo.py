@@ -25,7 +25,15 @@ from dualpath.cli.replay import replay_progress
 from dualpath.cli.signals import stop_on_signal
 from dualpath.cli.starting import engine_progress
 from dualpath.cli.trace import JsonFlag
-from dualpath.config import ConfigError, Mode, Rate, SnicConfig, parse_rate
+from dualpath.config import (
+    ConfigError,
+    Mode,
+    Rate,
+    Seconds,
+    SnicConfig,
+    TimeoutConfig,
+    parse_rate,
+)
 from dualpath.engine import models
 from dualpath.engine.launch import NoEngine
 from dualpath.serve.local import ClusterFailed
@@ -141,6 +149,9 @@ def _stage(model: Path, rate: Rate, talks: list[Any], folder: Path, console: Con
         # writes would add the same time to both.
         snic=SnicConfig(read=rate),
     )
+    # All agents' reads queue at one NIC of a few MB/s; that is slow, not broken.
+    timeouts = TimeoutConfig(storage=Seconds(300), admission=Seconds(300))
+    config = msgspec.structs.replace(config, timeouts=timeouts)
     return Stage(
         config, talks, folder,
         starting=lambda title: engine_progress(title, console),
