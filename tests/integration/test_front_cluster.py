@@ -34,42 +34,39 @@ async def cached(cluster: FakeCluster, **keys: Any) -> int:
 # ---- handshake -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"fingerprint": {"model": "other"}}, "model: 'other' != 'fake'"),
-        ({"fingerprint": {"revision": "r2"}}, "revision:"),
-        ({"fingerprint": {"dtype": "float16"}}, "dtype: 'float16' != 'float32'"),
-        ({"fingerprint": {"num_layers": 3}}, "num_layers:"),
-        ({"fingerprint": {"token_layer_bytes": 32}}, "token_layer_bytes:"),
-        ({"fingerprint": {"block_tokens": 16}}, "block_tokens: 16 != 8"),
-        ({"fingerprint": {"layout_id": "packed"}}, "layout_id: 'packed' != 'plain'"),
-        ({"fingerprint": {"tp_size": 2}}, "tp_size: 2 != 1"),
-        ({"protocol": 99}, "protocol: 99 != 1"),
-        ({"secret": "wrong"}, "secret:"),
-        ({"rank": 7}, "rank: 7 is outside 0..0"),
-        ({"node": "elsewhere"}, "node: 'elsewhere' != 'd0'"),
-        ({"name": "de9"}, "engine: 'de9' != 'de0'"),
-    ],
-)
-async def test_a_misfit_is_refused_by_name(
-    tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"fingerprint": {"model": "other"}}, "model: 'other' != 'fake'"),
+    ({"fingerprint": {"revision": "r2"}}, "revision:"),
+    ({"fingerprint": {"dtype": "float16"}}, "dtype: 'float16' != 'float32'"),
+    ({"fingerprint": {"num_layers": 3}}, "num_layers:"),
+    ({"fingerprint": {"token_layer_bytes": 32}}, "token_layer_bytes:"),
+    ({"fingerprint": {"block_tokens": 16}}, "block_tokens: 16 != 8"),
+    ({"fingerprint": {"layout_id": "packed"}}, "layout_id: 'packed' != 'plain'"),
+    ({"fingerprint": {"tp_size": 2}}, "tp_size: 2 != 1"),
+    ({"protocol": 99}, "protocol: 99 != 1"),
+    ({"secret": "wrong"}, "secret:"),
+    ({"rank": 7}, "rank: 7 is outside 0..0"),
+    ({"node": "elsewhere"}, "node: 'elsewhere' != 'd0'"),
+    ({"name": "de9"}, "engine: 'de9' != 'de0'"),
+]
+
+
+async def test_a_misfit_is_refused_by_name(tmp_path: Path) -> None:
     async with running_front(make_config(tmp_path)) as cluster:
         await cluster.add(Role.PREFILL, 0)
-        engine = cluster.engine(Role.DECODE, 0)
-        cluster.engines["misfit"] = engine
-        for key, value in change.items():
-            if key == "fingerprint":
-                engine.fingerprint = msgspec.structs.replace(FINGERPRINT, **value)
-            else:
-                setattr(engine, key, value)
-        await engine.start()
-        assert engine.refused is not None
-        assert named in engine.refused
+        for change, named in MISFITS:
+            engine = cluster.engine(Role.DECODE, 0)
+            for key, value in change.items():
+                if key == "fingerprint":
+                    engine.fingerprint = msgspec.structs.replace(FINGERPRINT, **value)
+                else:
+                    setattr(engine, key, value)
+            await engine.start()
+            refused = engine.refused
+            await engine.stop()
+            assert refused is not None, named
+            assert named in refused
         assert await cluster.status("/ready") == 503
-        await engine.stop()
-        del cluster.engines["misfit"]
         await cluster.add(Role.DECODE, 0)
         assert await cluster.status("/ready") == 200
 
@@ -330,9 +327,7 @@ async def test_the_official_client(tmp_path: Path) -> None:
         await cluster.idle()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+BAD_CHATS: list[Any] = [
         b"", b"{", b"[]", b"\xff\xfe", b'"x"', b"[" * 100_000, b'{"messages": NaN}',
         {}, {"messages": []}, {"messages": "hi"}, {"messages": [3]}, {"messages": [{"role": 1}]},
         {"messages": [{"role": "user", "content": 3}]},
@@ -350,26 +345,22 @@ async def test_the_official_client(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "x"}], "cache_salt": 3},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": "x"},
         {"messages": [{"role": "user", "content": "x" * 600}]},
-    ],
-)  # fmt: skip
-async def test_malformed_chats_are_400(tmp_path: Path, body: Any) -> None:
+    ]  # fmt: skip
+BAD_PROMPTS: list[Any] = [
+    None, [], "", ["a", "b"], [[1], [2]], [1, "a"], [-1], [2**32], [1.5], [True], 7, {"a": 1},
+]  # fmt: skip
+
+
+async def test_malformed_bodies_are_400(tmp_path: Path) -> None:
+    bad = [(CHAT, body) for body in BAD_CHATS]
+    bad += [(TEXT, {"model": "fake", "prompt": prompt}) for prompt in BAD_PROMPTS]
     async with running_cluster(make_config(tmp_path)) as cluster:
-        status, answer, _ = await cluster.post(CHAT, body)
-        assert status == 400
-        assert answer["error"]["code"] == 400
-        assert answer["error"]["message"]
+        for path, body in bad:
+            status, answer, _ = await cluster.post(path, body)
+            assert (status, answer["error"]["code"]) == (400, 400), body
+            assert answer["error"]["message"]
         assert (await cluster.chat("still there"))[0] == 200
         await cluster.idle()
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [None, [], "", ["a", "b"], [[1], [2]], [1, "a"], [-1], [2**32], [1.5], [True], 7, {"a": 1}],
-)
-async def test_malformed_prompts_are_400(tmp_path: Path, prompt: Any) -> None:
-    async with running_cluster(make_config(tmp_path)) as cluster:
-        status, answer, _ = await cluster.post(TEXT, {"model": "fake", "prompt": prompt})
-        assert (status, answer["error"]["code"]) == (400, 400)
 
 
 async def test_paths_methods_and_sizes(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ async def answer_alone(services: Services, turn: Turn, number: int) -> None:
             services.upstream, url, dict(turn.call.body), f"{turn.rid}-{number}", context, turn
         ),
         member,
+        committed=lambda: turn.committed,
     )
     turn.committed = True
     await send_end(held, context, turn.reply)

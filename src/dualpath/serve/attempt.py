@@ -180,7 +180,7 @@ class Attempt:
         return split + turn.record.de_blocks
 
     async def _allocated(self, session: EngineSession) -> Allocated:
-        await any_of(session.allocated, session.opened, session.member.lost)
+        await any_of(session.allocated, session.opened, session.member.lost, session.member.stuck)
         if not session.allocated.done() and session.opened.done():
             _checked(session.opened.result(), session.member)
             raise AttemptFailed(f"{session.member.name} opened a session without room for it")
@@ -231,7 +231,9 @@ class Attempt:
         if ended:
             held = context.ending_events() if turn.call.stream else [context.whole_from_first()]
         else:
-            held = await run_while(self._ask(decode, first, context), decode)
+            held = await run_while(
+                self._ask(decode, first, context), decode, committed=lambda: turn.committed
+            )
         await self._durable(decode)
         turn.committed = True
         await send_end(held, context, turn.reply)

@@ -44,6 +44,7 @@ class Front:
         self.members = Members(
             self._member_changed,
             report_timeout_s=config.scheduler.report_timeout,
+            stuck_s=config.scheduler.report_timeout + config.timeouts.layer,
             grace_s=_GRACE_TRANSFERS * config.timeouts.transfer,
         )
         self.dispatcher = Dispatcher(config, self.members)

@@ -47,6 +47,7 @@ class Member:
         self.sessions = SessionTable()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
+        self.stuck: asyncio.Future[str] = loop.create_future()
         self.process: ProcessId | None = identify(hello.host_id, hello.pid)
         self._channel = channel
 
@@ -86,15 +87,23 @@ class Members:
     Args:
         changed: called with a member that has become usable or stopped being so.
         report_timeout_s: silence after which an engine gets no new work.
+        stuck_s: silence after which it is *stuck*: requests that can still be tried elsewhere
+            no longer wait for it. It may wake, so nothing it could write to is given back.
         grace_s: how long after a lost connection an engine on another machine may still be
             doing I/O that it began before: its own transfers' deadline, doubled.
     """
 
     def __init__(
-        self, changed: Callable[[Member], None], *, report_timeout_s: float, grace_s: float
+        self,
+        changed: Callable[[Member], None],
+        *,
+        report_timeout_s: float,
+        stuck_s: float,
+        grace_s: float,
     ) -> None:
         self._changed = changed
         self._report_timeout_s = report_timeout_s
+        self._stuck_s = stuck_s
         self._grace_s = grace_s
         self._members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
@@ -165,6 +174,8 @@ class Members:
         """A report has come."""
         member.heard_s = time.monotonic()
         member.stats = stats
+        if member.stuck.done():
+            member.stuck = asyncio.get_running_loop().create_future()
         if not member.fresh:
             member.fresh = True
             logger.info("engine %s reports again", member.name)
@@ -189,6 +200,8 @@ class Members:
                 member.fresh = False
                 logger.warning("engine %s is silent; it gets no new work", member.name)
                 self._tell(member)
+            if not member.stuck.done() and now - member.heard_s > self._stuck_s:
+                member.stuck.set_result(f"silent for more than {self._stuck_s:g} s")
 
     def total(self, counter: str) -> dict[str, int]:
         """A counter by node, over all engines there have been: it never falls."""
