@@ -5,23 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any
 
-from dualpath.config import (
-    BufferConfig,
-    ClusterConfig,
-    EngineConfig,
-    FrontConfig,
-    Mode,
-    ModelConfig,
-    NodeConfig,
-    Role,
-    Size,
-    SnicConfig,
-    StorageConfig,
-)
-
-_MIB: Final = 1 << 20
+from dualpath.config import ClusterConfig, Mode, Role, parse
 
 
 def default_cluster(
@@ -32,32 +18,38 @@ def default_cluster(
     decode: int,
     store: Path,
     port: int,
-    snic: SnicConfig = SnicConfig(),  # noqa: B008 - immutable
+    **tables: Any,
 ) -> ClusterConfig:
     """``prefill`` + ``decode`` nodes of one engine each, sized for a small model on this machine.
 
+    Args:
+        tables: further tables as they would stand in a file; ``snic`` is every node's.
+
     Raises:
-        ConfigError: a number makes no sense.
+        ConfigError: something makes no sense.
     """
-    counts = ((Role.PREFILL, prefill), (Role.DECODE, decode))
-    nodes = tuple(
-        NodeConfig(name=f"{role.value}-{number}", role=role, snic=snic)
-        for role, count in counts
+    snic = tables.pop("snic", {})
+    nodes = [
+        {"name": f"{role.value}-{number}", "role": role.value, "snic": snic}
+        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
         for number in range(count)
-    )
+    ]
     threads = max(1, (os.cpu_count() or 1) // max(1, len(nodes)))
-    return ClusterConfig(
-        model=ModelConfig(path=str(model_path)),
-        nodes=nodes,
-        mode=mode,
-        front=FrontConfig(port=port, control_port=0),
-        storage=StorageConfig(path=str(store)),
-        buffers=BufferConfig(
-            prefill=Size(512 * _MIB), decode=Size(1024 * _MIB),
-            landing=Size(32 * _MIB), persist=Size(128 * _MIB),
-        ),
-        engine=EngineConfig(kv_cache=Size(768 * _MIB), threads=threads),
-    )  # fmt: skip
+    data = {
+        "model": {"path": str(model_path)},
+        "mode": mode.value,
+        "nodes": nodes,
+        "front": {"port": port, "control_port": 0},
+        "storage": {"path": str(store)},
+        "buffers": {
+            "prefill": "512MiB",
+            "decode": "1GiB",
+            "landing": "32MiB",
+            "persist": "128MiB",
+        },
+        "engine": {"kv_cache": "768MiB", "threads": threads},
+    }
+    return parse(data | tables, "default cluster")
 
 
 def engine_argv(config_file: Path, run_dir: Path, role: Role, rank: int) -> list[str]:

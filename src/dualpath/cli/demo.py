@@ -25,15 +25,7 @@ from dualpath.cli.replay import replay_progress
 from dualpath.cli.signals import stop_on_signal
 from dualpath.cli.starting import engine_progress
 from dualpath.cli.trace import JsonFlag
-from dualpath.config import (
-    ConfigError,
-    Mode,
-    Rate,
-    Seconds,
-    SnicConfig,
-    TimeoutConfig,
-    parse_rate,
-)
+from dualpath.config import ConfigError, Mode, parse_rate
 from dualpath.engine import models
 from dualpath.engine.launch import NoEngine
 from dualpath.serve.local import ClusterFailed
@@ -105,7 +97,7 @@ def demo_command(
     if bundled is None:
         raise ConfigError(f"--model: expected smollm2 or tiny, got {model!r}")
     try:
-        rate = parse_rate(snic)
+        parse_rate(snic)
     except ValueError as error:
         raise ConfigError(f"--snic: {error}") from None
     logging.basicConfig(level=logging.WARNING)
@@ -113,7 +105,7 @@ def demo_command(
         console.print(f"[bold]1/4[/bold] model {bundled.value}", highlight=False)
         path = models.ensure(bundled)
         with _folder(keep, console) as folder:
-            stage = _stage(path, rate, conversations(agents, turns, answer_tokens), folder, console)
+            stage = _stage(path, snic, conversations(agents, turns, answer_tokens), folder, console)
             outcome = asyncio.run(_until_stopped(stage, console))
     except (
         StartFailed,
@@ -137,7 +129,9 @@ def demo_command(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _stage(model: Path, rate: Rate, talks: list[Any], folder: Path, console: Console) -> Stage:
+def _stage(
+    model: Path, snic: str, talks: list[Conversation], folder: Path, console: Console
+) -> Stage:
     config = default_cluster(
         model,
         mode=Mode.DUALPATH,
@@ -147,11 +141,10 @@ def _stage(model: Path, rate: Rate, talks: list[Any], folder: Path, console: Con
         port=0,
         # Only reads are limited: they are what the two modes share out differently. A limit on
         # writes would add the same time to both.
-        snic=SnicConfig(read=rate),
+        snic={"read": snic},
+        # All agents' reads queue at one NIC of a few MB/s; that is slow, not broken.
+        timeouts={"storage": "300s", "admission": "300s"},
     )
-    # All agents' reads queue at one NIC of a few MB/s; that is slow, not broken.
-    timeouts = TimeoutConfig(storage=Seconds(300), admission=Seconds(300))
-    config = msgspec.structs.replace(config, timeouts=timeouts)
     return Stage(
         config, talks, folder,
         starting=lambda title: engine_progress(title, console),
