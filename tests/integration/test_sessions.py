@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -51,9 +52,7 @@ from dualpath.transfer.prefill import PrefillSession, PushBlock
 pytestmark = pytest.mark.integration
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
 
-LAYOUT = BlockLayout(
-    num_layers=3, block_tokens=64, engine_block_tokens=32, token_layer_bytes=24
-)
+LAYOUT = BlockLayout(num_layers=3, block_tokens=64, engine_block_tokens=32, token_layer_bytes=24)
 CACHE_BLOCKS = 64
 ROOT = KeyRoot(
     model="m", dtype="x", num_layers=3, block_tokens=64, token_layer_bytes=24, layout_id="l"
@@ -147,6 +146,7 @@ class ScriptedFront:
         self.dropped: set[bytes] = set()
         self._inbox: dict[tuple[str, type], asyncio.Queue[Message]] = {}
         self._joined: dict[str, asyncio.Event] = {}
+        self._reported: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.refuse = ""
 
     async def __aenter__(self) -> ScriptedFront:
@@ -179,6 +179,7 @@ class ScriptedFront:
                 message = await channel.receive()
                 if isinstance(message, Report):
                     self.reports[name] = message
+                    self._reported[name].set()
                 elif isinstance(message, Published):
                     self.published |= {ref.key for ref in message.blocks}
                 elif isinstance(message, Dropped):
@@ -204,9 +205,8 @@ class ScriptedFront:
         """The next report in which nothing is held."""
         async with asyncio.timeout(WAIT_S):
             while True:
-                self.reports.pop(engine, None)
-                while engine not in self.reports:
-                    await asyncio.sleep(0.01)
+                self._reported[engine].clear()
+                await self._reported[engine].wait()
                 stats = self.reports[engine].stats
                 if not (stats.buffer_slots_used or stats.sessions or stats.transfers):
                     assert stats.read_queue_tokens == 0
@@ -220,7 +220,7 @@ class ScriptedFront:
             rid=rid, attempt=0, root=ROOT, keys=keys, prompt_tokens=tokens, hit_blocks=hit,
             deadline_s=60.0,
         )  # fmt: skip
-        self.send("de0", OpenDecode(spec=spec, read=(pe_reads, hit)))
+        self.send("de0", OpenDecode(spec=spec, read=(pe_reads, hit), prefill_engine="pe0"))
         allocated = await self.expect("de0", Allocated)
         assert isinstance(allocated, Allocated)
         self.send(
@@ -285,7 +285,7 @@ class Pair:
                 for index in range(first, last)
             ]
             use.enter(len(blocks))
-            self.de.manager.call(partial(session.persist, blocks, use))
+            self.de.manager.call(partial(session.persist, rid, blocks, use))
         self.de.manager.call(session.vllm_finished)
         durable = await self.front.expect("de0", TurnDurable)
         assert isinstance(durable, TurnDurable)

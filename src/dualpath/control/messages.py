@@ -280,10 +280,16 @@ class SessionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenDecode(Message, frozen=True, kw_only=True):
-    """Take buffer room for the whole prompt, then read blocks ``read[0] .. read[1]``."""
+    """Take buffer room for the whole prompt, then read blocks ``read[0] .. read[1]``.
+
+    ``prefill_engine`` is the PE that will write into the slots. ``sequences`` is how many answers
+    vLLM will generate from them (``n``).
+    """
 
     spec: SessionSpec
     read: tuple[int, int]
+    prefill_engine: str = ""
+    sequences: int = 1
 
 
 class OpenPrefill(Message, frozen=True, kw_only=True):

@@ -32,6 +32,12 @@ class Device(enum.Enum):
     CUDA = "cuda"
 
 
+_SCHEDULER_CLASS: Final = {
+    Device.CPU: "dualpath.engine.quota.QuotaScheduler",
+    Device.CUDA: "dualpath.engine.quota.QuotaAsyncScheduler",
+}
+
+
 class NoEngine(RuntimeError):
     """vLLM is not installed here."""
 
@@ -120,6 +126,7 @@ def engine_command(
         *_server(config, python, device, node.host, place.http_port),
         "--worker-cls",
         _WORKER_CLASS,
+        *_scheduler(place.role, device),
         "--kv-transfer-config",
         json.dumps(_transfer_config(place, node.host)),
         *config.engine.extra_args,
@@ -201,6 +208,13 @@ def _server(
         # Compiling costs minutes at each start and gains nothing for models that fit a CPU.
         arguments.append("--enforce-eager")
     return tuple(arguments)
+
+
+def _scheduler(role: Role, device: Device) -> tuple[str, ...]:
+    """PEs cut their batches by attention time. Async scheduling is vLLM's default on CUDA only."""
+    if role is not Role.PREFILL:
+        return ()
+    return "--scheduler-cls", _SCHEDULER_CLASS[device]
 
 
 def _transfer_config(place: EnginePlace, host: str) -> dict[str, object]:

@@ -76,7 +76,7 @@ class WorkerSide:
                 continue
             session = self._manager.session(*name)
             if isinstance(session, DecodeSession):
-                self._manager.call(session.forget_device)
+                self._manager.call(partial(session.forget_device, request_id))
             if not use.wait_idle(self._timeouts.transfer):
                 logger.warning("%s: transfers outlive the preemption; giving up on them", name[0])
                 if isinstance(session, PrefillSession):
@@ -126,7 +126,7 @@ class WorkerSide:
             if finished.persist:
                 blocks = finished.persist
                 use.enter(len(blocks))
-                self._manager.call(partial(session.persist, blocks, use))
+                self._manager.call(partial(session.persist, finished.request_id, blocks, use))
             self._manager.call(session.vllm_finished)
         elif isinstance(session, PrefillSession):
             self._manager.call(partial(session.vllm_finished, finished.ok))
@@ -176,7 +176,9 @@ class WorkerSide:
             if isinstance(session, DecodeSession) and active.step.persist and not active.failed:
                 blocks = active.step.persist
                 active.use.enter(len(blocks))
-                self._manager.call(partial(session.persist, blocks, active.use))
+                self._manager.call(
+                    partial(session.persist, active.step.request_id, blocks, active.use)
+                )
         self._active = []
 
     # ---- results ----------------------------------------------------------------------------

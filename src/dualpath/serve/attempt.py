@@ -151,7 +151,14 @@ class Attempt:
             self._decode.opened.add_done_callback(
                 lambda _: services.dispatcher.read_done(self._sid, Role.DECODE)
             )
-            decode.send(OpenDecode(spec=spec, read=(split, spec.hit_blocks)))
+            decode.send(
+                OpenDecode(
+                    spec=spec,
+                    read=(split, spec.hit_blocks),
+                    prefill_engine=prefill.name,
+                    sequences=turn.call.choices,
+                )
+            )
             try:
                 async with asyncio.timeout(admission_s):
                     allocated = await self._allocated(self._decode)
@@ -197,7 +204,12 @@ class Attempt:
             "return_token_ids": True,
             **(sampling_of(turn.call) if samples else {"temperature": 0}),
             "kv_transfer_params": {
-                "dualpath": {"rid": turn.rid, "attempt": self._number, "hit_tokens": hit_tokens}
+                "dualpath": {
+                    "rid": turn.rid,
+                    "attempt": self._number,
+                    "hit_tokens": hit_tokens,
+                    "quota": turn.plan.quota,
+                }
             },
         }
         url = f"{prefill.hello.http_url}/v1/completions"

@@ -16,12 +16,14 @@ class ModePlan:
         layerwise: overlap loads and pushes with compute.
         bypass: move no bytes.
         persist: write new blocks.
+        quota: cut prefill batches by attention time.
     """
 
     mode: Mode
     layerwise: bool = True
     bypass: bool = False
     persist: bool = True
+    quota: bool = True
 
 
 def plan_for(mode: Mode, config: ClusterConfig) -> ModePlan:
@@ -32,7 +34,7 @@ def plan_for(mode: Mode, config: ClusterConfig) -> ModePlan:
     """
     match mode:
         case Mode.BASIC:
-            return ModePlan(mode, layerwise=False)
+            return ModePlan(mode, layerwise=False, quota=False)
         case Mode.ORACLE:
             if not config.benchmark:
                 raise ConfigError(

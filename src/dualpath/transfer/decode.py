@@ -50,19 +50,21 @@ class DecodeSession:
         self.spec = message.spec
         self._first, self._last = message.read
         self.owner = f"{self.spec.rid}#{self.spec.attempt}"
-        self._keys = list(self.spec.keys)
+        self.prefill_engine = message.prefill_engine
+        self._sequences = message.sequences
+        self._chains: dict[str, list[bytes]] = {}
         self._lease: Lease | None = None
         self._remote_io: IoToken | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: set[LayerLoad] = set()
-        self._waiting: list[tuple[PersistBlock, DeviceUse]] = []
+        self._waiting: list[tuple[str, PersistBlock, DeviceUse]] = []
         self._persisting = 0
         self._persister: asyncio.Task[None] | None = None
         self._skipped = 0
         self._ready = False
-        self._loaded = False
+        self._loaded = 0
         self._expects_vllm = True
-        self._vllm_over = False
+        self._ended = 0
         self._durable_sent = False
         self._closing = False
         self.closed = asyncio.Event()
@@ -130,7 +132,7 @@ class DecodeSession:
             self._remote_io = None
         full = self._services.layout.full_blocks_in(self.spec.prompt_tokens)
         if full > good_blocks:
-            ids = block_ids(self.spec.root, self._keys, good_blocks, full)
+            ids = block_ids(self.spec.root, self.spec.keys, good_blocks, full)
             self._begin_persist()
             self._spawn(self._persist_prompt(ids, good_blocks, full), f"persist {self.owner}")
         if not decode:
@@ -191,25 +193,30 @@ class DecodeSession:
                 ]
             await services.copy_for_load(load, runs)
             load.advance(layer + 1)
-        self._loaded = True
+        self._loaded += 1
 
     def _maybe_release(self) -> None:
         """The buffer is given back once its bytes are in the cache (or never will be needed);
         slots that are still being written to storage stay owned until that is over."""
         if self._lease is None or self._loads or not self._ready:
             return
-        if self._loaded or self._vllm_over or not self._expects_vllm:
+        if self._loaded >= self._sequences or self._vllm_over or not self._expects_vllm:
             self._lease.release()
+
+    @property
+    def _vllm_over(self) -> bool:
+        return self._ended >= self._sequences
 
     # ---- durability ----------------------------------------------------------------------------
 
-    def persist(self, blocks: Sequence[PersistBlock], use: DeviceUse) -> None:
-        """Blocks completed by decoding. ``use`` was entered once per block."""
+    def persist(self, request_id: str, blocks: Sequence[PersistBlock], use: DeviceUse) -> None:
+        """Blocks completed by decoding one of the answers, vLLM's request ``request_id``. ``use``
+        was entered once per block."""
         if self._closing:
             use.leave(len(blocks))
             return
         for block in blocks:
-            self._waiting.append((block, use))
+            self._waiting.append((request_id, block, use))
         self._begin_persist(len(blocks))
         if self._persister is None:
             self._persister = self._spawn(self._persist_device(), f"persist {self.owner}")
@@ -243,13 +250,13 @@ class DecodeSession:
             self._persister = None
 
     async def _copy_out(
-        self, batch: Sequence[tuple[PersistBlock, DeviceUse]], lease: Lease
+        self, batch: Sequence[tuple[str, PersistBlock, DeviceUse]], lease: Lease
     ) -> list[BlockId]:
         services = self._services
         runs = []
         ids = []
-        for (block, _), slot in zip(batch, lease.slots, strict=True):
-            ids.append(self._identify(block))
+        for (request_id, block, _), slot in zip(batch, lease.slots, strict=True):
+            ids.append(self._identify(request_id, block))
             host = services.staging.address(slot)
             for layer in range(services.layout.num_layers):
                 offset = host + services.layout.layer_offset_bytes(layer)
@@ -266,7 +273,7 @@ class DecodeSession:
 
         def copied(_: object) -> None:
             token.end()
-            for _block, use in batch:
+            for _request_id, _block, use in batch:
                 use.leave()
 
         future.add_done_callback(copied)
@@ -274,31 +281,34 @@ class DecodeSession:
         services.counters["device_to_host_bytes"] += moved
         return ids
 
-    def _identify(self, block: PersistBlock) -> BlockId:
-        """Key of a block, extending the chain. Blocks come in order, without gaps."""
+    def _identify(self, request_id: str, block: PersistBlock) -> BlockId:
+        """Key of a block, extending the chain of its own answer. Blocks of an answer come in
+        order, without gaps; one that comes again keeps its key, because its tokens are the same."""
         root, size = self.spec.root, self._services.layout.block_tokens
-        if block.index == len(self._keys):
-            parent = self._keys[-1] if self._keys else root
-            self._keys += extend_keys(parent, block.tokens, size)
-        return block_ids(root, self._keys, block.index, block.index + 1)[0]
+        chain = self._chains.setdefault(request_id, list(self.spec.keys))
+        if block.index == len(chain):
+            chain += extend_keys(chain[-1] if chain else root, block.tokens, size)
+        return block_ids(root, chain, block.index, block.index + 1)[0]
 
     def _drop_waiting(self) -> None:
-        for _, use in self._waiting:
-            use.leave()
-        self._skipped += len(self._waiting)
-        self._services.counters["persist_dropped_blocks"] += len(self._waiting)
-        dropped = len(self._waiting)
-        self._waiting.clear()
-        self._end_persist(dropped)
+        self._drop(list(self._waiting))
 
-    def forget_device(self) -> None:
+    def _drop(self, dropped: Sequence[tuple[str, PersistBlock, DeviceUse]]) -> None:
+        for entry in dropped:
+            self._waiting.remove(entry)
+            entry[2].leave()
+        self._skipped += len(dropped)
+        self._services.counters["persist_dropped_blocks"] += len(dropped)
+        self._end_persist(len(dropped))
+
+    def forget_device(self, request_id: str) -> None:
         """vLLM is about to reuse the request's cache blocks (preemption): what has not been
         copied out yet is given up. Copies in progress end by themselves."""
-        self._drop_waiting()
+        self._drop([entry for entry in self._waiting if entry[0] == request_id])
 
     def vllm_finished(self) -> None:
-        """vLLM's request is over; no more blocks come."""
-        self._vllm_over = True
+        """One of vLLM's requests is over; no more blocks of it come."""
+        self._ended += 1
         self._maybe_release()
         self._maybe_durable()
 

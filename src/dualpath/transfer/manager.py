@@ -388,7 +388,7 @@ class TrafficManager:
         if old is None or old.incarnation != peer.incarnation:
             services.agent.add_peer(f"{peer.engine}/{peer.incarnation}", peer.agent_metadata)
         services.peers[peer.engine] = peer
-        self._release_limbo()
+        self._release_limbo(peer.engine)
 
     def _peer_gone(self, engine: str, incarnation: str) -> None:
         services = self._services
@@ -396,13 +396,14 @@ class TrafficManager:
         if peer is not None and peer.incarnation == incarnation:
             del services.peers[engine]
             services.agent.remove_peer(f"{engine}/{incarnation}")
-        self._release_limbo()
+        self._release_limbo(engine)
 
-    def _release_limbo(self) -> None:
+    def _release_limbo(self, engine: str) -> None:
         """A PE says Hello only when none of its older transfers is under way, and a dead one has
-        none: after either word the slots promised to PEs under an earlier front are safe."""
-        limbo, self._limbo = self._limbo, []
-        for session in limbo:
+        none: after either word the slots promised to it under an earlier front are safe."""
+        over = [session for session in self._limbo if session.prefill_engine == engine]
+        self._limbo = [session for session in self._limbo if session not in over]
+        for session in over:
             self._services.spawn(session.remote_gone(), f"limbo {session.owner}", self._tasks)
 
     def _epoch_waits_up_to(self, serial: int, epoch: int) -> None:
