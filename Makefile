@@ -37,7 +37,7 @@ test: $(STAMP)
 	$(BIN)/pytest -m "not fault"
 
 test-full: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -m "fault or root"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
