@@ -58,6 +58,7 @@ def run_peer(conn: Connection, path: Path, name: str, options: dict[str, Any]) -
                     return
                 if what == "add":
                     agent.add_peer(*args)
+                    conn.send("added")
                 elif what == "submit":
                     op, peer, offset, remote, nbytes = args
                     local = [region.address + offset]
@@ -90,7 +91,9 @@ class Peer:
     @classmethod
     def start_many(cls, folder: Path, names: list[str], **options: Any) -> list[Peer]:
         """Several at once, which takes hardly longer than one."""
-        context = mp.get_context("spawn")
+        # Children are forked from a server that has imported everything and opened nothing.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["dualpath.transfer.agent", "nixl_cu12._api"])
         started = []
         for index, name in enumerate(names):
             path = folder / f"memory-{len(list(folder.iterdir()))}-{index}"
@@ -109,6 +112,17 @@ class Peer:
             metadata, address = conn.recv()
             peers.append(cls(process, conn, name, metadata, address, memory))
         return peers
+
+    async def meet(self, agent: PeerAgent) -> None:
+        """Make the two known to each other, as the front does with engines."""
+        agent.add_peer(self.name, self.metadata)
+        self.conn.send(("add", agent.name, agent.metadata()))
+        await self.says("added")
+
+    async def says(self, word: str) -> None:
+        """Wait for the child's next message, which must be ``word``."""
+        assert await asyncio.to_thread(self.conn.poll, START_S), f"{self.name} says nothing"
+        assert self.conn.recv() == word
 
     def at(self, offset: int) -> int:
         """Address of ``offset`` in the peer's own mapping."""

@@ -51,7 +51,7 @@ def local(region: Region) -> Bytes:
 async def agent(region: Region, peer: Peer) -> AsyncIterator[PeerAgent]:
     async with PeerAgent(f"tester/{next(NUMBER)}", **TCP) as agent:
         agent.register(region)
-        agent.add_peer(peer.name, peer.metadata)
+        await peer.meet(agent)
         yield agent
         assert agent.outstanding == 0
 
@@ -154,12 +154,11 @@ async def test_peer_that_reads_and_writes_here_is_served(
     try:
         async with PeerAgent("passive/1", **TCP) as agent:
             agent.register(region)
-            active.conn.send(("add", "passive/1", agent.metadata()))
+            await active.meet(agent)
             for op, offset in (("READ", 0), ("WRITE", size)):
                 active.memory[size : 2 * size] = 99
                 active.conn.send(("submit", op, "passive/1", offset, region.address + offset, size))
-                assert await asyncio.to_thread(active.conn.poll, DEADLINE_S)
-                assert active.conn.recv() == "done"
+                await active.says("done")
         assert (active.memory[:size] == local[:size]).all()
         assert (local[size : 2 * size] == 99).all()
     finally:
@@ -170,7 +169,7 @@ async def test_rate_limit_holds(peer: Peer, region: Region) -> None:
     rate, size = 40e6, 8 << 20
     async with PeerAgent(f"tester/{next(NUMBER)}", rate_bytes_s=rate, **TCP) as agent:
         agent.register(region)
-        agent.add_peer(peer.name, peer.metadata)
+        await peer.meet(agent)
         await agent.write(peer.name, [region.address], [peer.at(0)], 1, DEADLINE_S)
         start = time.monotonic()
         await agent.write(peer.name, [region.address], [peer.at(0)], size, DEADLINE_S)
@@ -218,7 +217,7 @@ async def test_settings_reach_the_transport(peer: Peer, region: Region, tmp_path
     try:
         async with PeerAgent(f"tester/{next(NUMBER)}", **options) as agent:
             agent.register(region)
-            agent.add_peer(limited.name, limited.metadata)
+            await limited.meet(agent)
             await agent.write(limited.name, [region.address], [limited.at(0)], 4096, DEADLINE_S)
             ours = await asyncio.to_thread(_tcp_ports, "self")
             assert ours["listening"] and all(23400 <= port <= 23431 for port in ours["listening"])
@@ -256,12 +255,12 @@ async def test_settings_that_cannot_work_are_refused() -> None:
 
 
 async def test_memory_copied_without_a_nic(tmp_path: Path, region: Region, local: Bytes) -> None:
-    """UCX's own choice between processes of one machine: same contract, other transport."""
-    near = Peer.start(tmp_path, "near/1", transports="all")
+    """The default between processes of one machine: same contract, other transport."""
+    near = Peer.start(tmp_path, "near/1", transports="")
     try:
-        async with PeerAgent(f"tester/{next(NUMBER)}", transports="all") as agent:
+        async with PeerAgent(f"tester/{next(NUMBER)}", transports="") as agent:
             agent.register(region)
-            agent.add_peer(near.name, near.metadata)
+            await near.meet(agent)
             agent.set_passive(True)
             size = 5 << 20
             await agent.write(near.name, [region.address], [near.at(0)], size, DEADLINE_S)
@@ -283,7 +282,7 @@ async def test_close_gives_connections_back_whoever_keeps_errors(
     kept = []
     async with PeerAgent(f"tester/{next(NUMBER)}", **TCP) as agent:
         agent.register(region)
-        agent.add_peer(peer.name, peer.metadata)
+        await peer.meet(agent)
         await agent.write(peer.name, [region.address], [peer.at(0)], 4096, DEADLINE_S)
         kept.append(agent.submit(Op.WRITE, peer.name, [region.address], [4096], 1))
         kept.append(agent.submit(Op.READ, peer.name, [region.address], [peer.at(0)], 30 << 20))

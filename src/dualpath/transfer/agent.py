@@ -14,12 +14,12 @@ import asyncio
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from typing import Final
 
 from dualpath.transfer.carrier import Carrier
 from dualpath.transfer.descriptors import Ints, descriptors
-from dualpath.transfer.errors import AgentClosed, PeerLost, TransferTimeout
+from dualpath.transfer.errors import AgentClosed, TransferTimeout
 from dualpath.transfer.memory import Region
 from dualpath.transfer.nixl_backend import NixlEndpoint, Op, UcxSettings
 from dualpath.transfer.pacer import Pacer
@@ -38,12 +38,13 @@ class PeerAgent:
 
     Args:
         name: unique in the cluster and per start of the process.
-        device: UCX's name of the NIC (``eth0``; ``mlx5_0:1``); empty leaves the choice to UCX.
+        device: UCX's name of the NIC (``eth0``; ``mlx5_0:1``); empty for any interface, and
+            direct memory copies between processes of one machine.
         ports: ``low-high`` TCP ports; empty for any.
-        rate_bytes_s: limit per direction on what this agent starts. What peers start is limited
-            by their agents.
-        transports: UCX's transport list; empty for ``tcp`` when a device or ports are set, else
-            UCX's own choice (between processes of one machine: direct memory copies).
+        rate_bytes_s: limit per direction on what this agent writes and reads. What peers write
+            here is limited by their agents only.
+        transports: UCX's transport list; empty for what ``UcxSettings.effective_transports``
+            makes of the device: TCP unless the device is an RDMA one.
         piece_bytes: most bytes handed to the NIC at once.
         user_timeout_s: a TCP connection that accepts nothing for so long is broken.
 
@@ -67,14 +68,13 @@ class PeerAgent:
         self._endpoint = NixlEndpoint(name, settings)
         self._event_driven = settings.event_driven and bool(self._endpoint.ready_fds)
         # Each direction of the NIC has the whole rate.
-        self._pacers = {op: Pacer(rate_bytes_s) for op in Op}
-        self._piece_bytes = piece_bytes
-        if self._pacers[Op.WRITE].limited:
+        pacers = {op: Pacer(rate_bytes_s) for op in Op}
+        if pacers[Op.WRITE].limited:
             paced = max(_MIN_PIECE_BYTES, int(rate_bytes_s * _PACED_PIECE_S))
-            self._piece_bytes = min(piece_bytes, paced)
-        self._regions: list[Region] = []
+            piece_bytes = min(piece_bytes, paced)
         self._counts: Counter[str] = Counter()
-        self._carrier = Carrier(self._endpoint, self._pacers, self._counts)
+        self._carrier = Carrier(self._endpoint, pacers, self._counts, piece_bytes)
+        self._regions: list[Region] = []
         self._passive = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.Handle | None = None
@@ -103,17 +103,22 @@ class PeerAgent:
         return self._endpoint.metadata()
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Make a peer known. A peer of that name that is there already is replaced, as after its
-        restart. Nothing is connected yet, and nothing fails here: a peer that cannot be reached,
-        or whose metadata is stale or not metadata, fails its transfers with ``PeerLost``.
+        """Make a peer known, by its agent's own name. Both sides must know each other before one
+        reads from the other, because the owner of the memory writes it back (see ``reads``).
+
+        A peer of that name that is there already is replaced, as after its restart. Nothing is
+        connected yet, and nothing fails here: a peer that cannot be reached, or whose metadata is
+        stale, not its own or not metadata, fails its transfers with ``PeerLost``.
         """
         self._check_thread()
         self._start()
         self._carrier.add_peer(name, metadata)
 
     def remove_peer(self, name: str) -> None:
-        """Forget a peer: its transfers fail with ``PeerLost`` and settle when they are over. No
-        such peer is no error. Does not keep the peer from writing here: see ``drain``."""
+        """Forget a peer, whose process must be known to have ended: its transfers fail with
+        ``PeerLost`` and settle when they are over. (Should it live, they settle when it answers;
+        if it is cut off meanwhile, it might write later than that.) No such peer is no error.
+        Does not keep the peer from writing here: see ``drain``."""
         self._check_thread()
         self._carrier.remove_peer(name)
         self._wake()
@@ -153,20 +158,13 @@ class PeerAgent:
         self._check_thread()
         ranges = descriptors(local, remote, sizes)
         merged = ranges.merged()
-        transfer = Transfer(
-            op, peer, ranges.nbytes, deque(merged.pieces(self._piece_bytes)), self._carrier.withdraw
-        )
+        transfer = self._carrier.submit(op, peer, merged)
         self._counts["transfers"] += 1
         self._counts["descriptors_asked"] += len(ranges)
         self._counts["descriptors_merged"] += len(merged)
-        transfer.done.add_done_callback(lambda done: self._account(transfer, done))
-        if self._closed:
-            transfer.give_up(AgentClosed(f"{self.name} is closed"))
-        elif not self._carrier.enqueue(transfer):
-            transfer.give_up(PeerLost(f"{peer} is not known to {self.name}"))
-        else:
-            self._start()
-            self._wake()
+        transfer.done.add_done_callback(self._account)
+        self._start()
+        self._wake()
         return transfer
 
     async def write(
@@ -201,7 +199,7 @@ class PeerAgent:
         self._check_thread()
         end = time.monotonic() + quiet_s
         while not self._closed:
-            self._endpoint.progress()
+            self._carrier.work()
             if time.monotonic() >= end:
                 return
             await asyncio.sleep(0.002)
@@ -216,7 +214,7 @@ class PeerAgent:
     def counters(self) -> dict[str, float]:
         """Totals since the start: ``write_bytes``, ``read_bytes`` (completed pieces),
         ``transfers``, ``descriptors_asked``, ``descriptors_merged``, ``pieces``, ``failures``
-        (timeouts included), ``timeouts``, ``connections_lost``,
+        (timeouts included), ``timeouts``, ``connections_lost``, ``reads_served``,
         ``pieces_of_unknown_fate``, ``ticks`` (times this agent looked after its transfers)."""
         return {name: float(value) for name, value in self._counts.items()}
 
@@ -272,7 +270,7 @@ class PeerAgent:
             delay = 0.001 if self._passive else 0.01
         self._timer = self._loop.call_later(min(delay, self._carrier.post_in_s(now)), self._tick)
 
-    def _account(self, transfer: Transfer, done: asyncio.Future[None]) -> None:
+    def _account(self, done: asyncio.Future[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if error is not None:
             self._counts["failures"] += 1

@@ -59,14 +59,11 @@ class Descriptors:
         first = np.flatnonzero(np.concatenate(([True], ~follows)))
         return Descriptors(local[first], remote[first], np.add.reduceat(sizes, first))
 
-    def pieces(self, piece_bytes: int) -> Iterator[Descriptors]:
-        """Cut into submissions of at most ``piece_bytes`` each, splitting ranges where needed."""
+    def pieces(self, piece_bytes: int, max_ranges: int) -> Iterator[Descriptors]:
+        """Cut into submissions of at most ``piece_bytes`` and ``max_ranges`` each, splitting
+        ranges where needed."""
         ends = np.cumsum(self.sizes)
         total = int(ends[-1]) if len(ends) else 0
-        if total <= piece_bytes:
-            if total:
-                yield self
-            return
         starts = ends - self.sizes
         edges = np.arange(0, total, piece_bytes, dtype=np.uint64)
         cuts = np.union1d(starts, edges)
@@ -74,9 +71,11 @@ class Descriptors:
         inside = cuts - starts[source]
         local, remote = self.local[source] + inside, self.remote[source] + inside
         sizes = np.diff(np.append(cuts, np.uint64(total)))
-        bounds = np.append(np.searchsorted(cuts, edges), len(cuts))
-        for low, high in pairwise(bounds.tolist()):
-            yield Descriptors(local[low:high], remote[low:high], sizes[low:high])
+        bounds = np.append(np.searchsorted(cuts, edges), len(cuts)).tolist()
+        for first, last in pairwise(bounds):
+            for low in range(first, last, max_ranges):
+                high = min(low + max_ranges, last)
+                yield Descriptors(local[low:high], remote[low:high], sizes[low:high])
 
 
 def descriptors(local: Ints, remote: Ints, sizes: Ints | int) -> Descriptors:

@@ -52,7 +52,7 @@ class UcxSettings:
     Attributes:
         device: UCX's name of the NIC: an interface for TCP, ``mlx5_0:1`` for RDMA; empty for all.
         ports: ``low-high`` TCP ports; empty for any.
-        transports: UCX's list, e.g. ``tcp`` or ``^cma``; empty for what the others imply.
+        transports: UCX's list, e.g. ``tcp``; empty for what the others imply.
         user_timeout_s: a TCP connection on which nothing was accepted for so long is broken.
     """
 
@@ -62,18 +62,26 @@ class UcxSettings:
     user_timeout_s: float = 10.0
 
     @property
+    def rdma(self) -> bool:
+        """UCX names RDMA devices with a port number after a colon."""
+        return ":" in self.device
+
+    @property
     def effective_transports(self) -> str:
-        """With an interface or ports, UCX must be held to TCP: between processes of one machine
-        it would otherwise copy memory directly, past the NIC. RDMA devices are named with a
-        port number after a colon."""
-        if self.transports:
+        """Held to TCP where an interface or ports are given: between processes of one machine
+        UCX would otherwise copy memory directly, past the NIC. Where nothing is given, that copy
+        is welcome (``cma``); UCX's shared-memory queues are not, because nothing wakes us when
+        something lies in them. RDMA: UCX's choice on that device."""
+        if self.transports or self.rdma:
             return self.transports
-        return "tcp" if self.ports or (self.device and ":" not in self.device) else ""
+        return "tcp" if self.device or self.ports else "tcp,cma"
 
     @property
     def event_driven(self) -> bool:
-        """Whether file descriptors tell about everything: only TCP does without arming."""
-        return self.effective_transports == "tcp"
+        """Whether file descriptors tell about everything: TCP does, without arming."""
+        return bool(self.effective_transports) and (
+            set(self.effective_transports.split(",")) <= {"tcp", "cma", "self"}
+        )
 
     def engine_config(self) -> str:
         """UCX configuration for NIXL's UCX backend, ``KEY=value,...``."""
@@ -106,6 +114,8 @@ class NixlEndpoint:
         self._nixl: Nixl = nixl
         self._lost: type[Exception] = nixl.api.nixlBind.nixlRemoteDisconnectError
         self._registered: list[Any] = []
+        self.native_reads = settings.rdma and not settings.event_driven
+        """Whether the NIC itself can READ; see ``reads`` for what is done otherwise."""
         before = _event_polls()
         try:
             config = nixl.api.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -202,10 +212,25 @@ class NixlEndpoint:
         except self._nixl.errors as error:
             logger.warning("%s: a handle could not be released: %r", self.name, error)
 
-    def progress(self) -> None:
-        """Serve peers: take in what they wrote, send what they read."""
-        # Nobody sends notifications; asking for them is NIXL's way to run UCX's progress.
-        self._agent.get_new_notifs()
+    def notify(self, remote: str, message: bytes) -> State:
+        """Send a small message. ACTIVE: it is on its way."""
+        try:
+            self._agent.send_notif(remote, message)
+        except self._lost:
+            return State.LOST
+        except self._nixl.errors as error:
+            logger.error("%s: a message to %s failed: %r", self.name, remote, error)
+            return State.FAILED
+        return State.ACTIVE
+
+    def progress(self) -> list[tuple[str, bytes]]:
+        """Serve peers: take in what they wrote, send what they read.
+
+        Returns:
+            Messages that came: sender's name, text.
+        """
+        received: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        return [(sender, message) for sender, texts in received.items() for message in texts]
 
     def close(self) -> None:
         """Destroy the agent. No transfer touches this side's memory after it. Requests must have

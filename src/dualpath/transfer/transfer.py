@@ -24,7 +24,9 @@ class Transfer:
     called back. Memory on both sides keeps its owner until ``settled``. It is True when every
     request was answered or never started. It is False when the connection broke under it: this
     side is over then, and nothing more is sent, but bytes that had reached the peer's machine
-    are still applied when the peer next serves its connections; see ``PeerAgent.drain``.
+    are still applied when the peer next serves its connections; see ``PeerAgent.drain``. A READ
+    from a peer that cannot be reached is settled when the peer says so after it is reached again,
+    or after ``PeerAgent.remove_peer``.
 
     ``settled`` is set before ``done``, or long after it, never between ``done`` and the waiter.
     """
