@@ -6,20 +6,19 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dualpath.cli import demo_runs
 from dualpath.cli.defaults import default_cluster
-from dualpath.cli.demo_runs import Stage, ratio, snic_agree, snic_bytes
+from dualpath.cli.demo_runs import Stage
+from dualpath.cli.demo_table import Outcome, say_problems, show
 from dualpath.cli.demo_talks import conversations
 from dualpath.cli.replay import replay_progress
 from dualpath.cli.signals import stop_on_signal
@@ -31,54 +30,16 @@ from dualpath.engine.launch import NoEngine
 from dualpath.serve.local import ClusterFailed
 from dualpath.serve.ports import NoFreePort
 from dualpath.serve.supervise import StartFailed
-from dualpath.workload import Comparison, ReplayResult, RequestFailed, compare
+from dualpath.workload import (
+    Conversation,
+    RequestFailed,
+    compare,
+)
 
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
 _SNIC: Final = "40Mbit/s"
-_SAMPLES: Final = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """The three runs and what they say about each other."""
-
-    reference: ReplayResult
-    basic: ReplayResult
-    dualpath: ReplayResult
-    tokens: dict[str, Comparison]
-
-    @property
-    def tokens_equal(self) -> bool:
-        return all(verdict.equal for verdict in self.tokens.values())
-
-    @property
-    def snic_agree(self) -> bool:
-        return snic_agree(snic_bytes(self.basic), snic_bytes(self.dualpath))
-
-    @property
-    def complete(self) -> bool:
-        return self.reference.ok and self.basic.ok and self.dualpath.ok
-
-    @property
-    def good(self) -> bool:
-        return self.complete and self.tokens_equal and self.snic_agree
-
-    def to_json(self) -> dict[str, Any]:
-        """The line that scripts read."""
-        basic, dual = self.basic.figures, self.dualpath.figures
-        return {
-            "tokens_equal": self.tokens_equal,
-            "snic_agree": self.snic_agree,
-            "jct_ratio": ratio(basic.jct_s, dual.jct_s),
-            "first_difference": {
-                mode: str(verdict.first) if verdict.first else None
-                for mode, verdict in self.tokens.items()
-            },
-            "reference": self.reference.figures.to_json(),
-            "basic": basic.to_json(),
-            "dualpath": dual.to_json(),
-        }
+_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def demo_command(
@@ -100,13 +61,16 @@ def demo_command(
         parse_rate(snic)
     except ValueError as error:
         raise ConfigError(f"--snic: {error}") from None
-    logging.basicConfig(level=logging.WARNING)
+    talks = conversations(agents, turns, answer_tokens)
     try:
         console.print(f"[bold]1/4[/bold] model {bundled.value}", highlight=False)
         path = models.ensure(bundled)
-        with _folder(keep, console) as folder:
-            stage = _stage(path, snic, conversations(agents, turns, answer_tokens), folder, console)
+        with _folder(keep, console) as (folder, keep_it):
+            logging.basicConfig(filename=folder / "demo.log", level=logging.INFO, format=_FORMAT)
+            stage = _stage(path, snic, talks, folder, console)
             outcome = asyncio.run(_until_stopped(stage, console))
+            if outcome is not None and not outcome.good:
+                keep_it()
     except (
         StartFailed,
         ClusterFailed,
@@ -120,11 +84,11 @@ def demo_command(
     if outcome is None:
         raise typer.Exit(EXIT_INTERRUPTED)
     if json:
-        _say_problems(outcome)
+        say_problems(outcome)
         typer.echo(msgspec.json.encode(outcome.to_json()).decode())
     else:
-        _show(outcome, snic)
-        _say_problems(outcome)
+        show(outcome, talks, snic)
+        say_problems(outcome)
     if not outcome.good:
         raise typer.Exit(EXIT_FAILED)
 
@@ -152,7 +116,7 @@ def _stage(
     )  # fmt: skip
 
 
-async def _until_stopped(stage: Stage, console: Console) -> _Outcome | None:
+async def _until_stopped(stage: Stage, console: Console) -> Outcome | None:
     """Everything; None when a signal ended it."""
     with stop_on_signal() as stop:
         work = asyncio.create_task(_all_runs(stage, console))
@@ -166,7 +130,7 @@ async def _until_stopped(stage: Stage, console: Console) -> _Outcome | None:
         return None if work.cancelled() else work.result()
 
 
-async def _all_runs(stage: Stage, console: Console) -> _Outcome:
+async def _all_runs(stage: Stage, console: Console) -> Outcome:
     def step(number: int, text: str) -> None:
         console.print(f"[bold]{number}/4[/bold] {text}", highlight=False)
 
@@ -180,85 +144,28 @@ async def _all_runs(stage: Stage, console: Console) -> _Outcome:
         mode.value: compare(plain.records, result.records)
         for mode, result in ((Mode.BASIC, basic), (Mode.DUALPATH, dual))
     }
-    return _Outcome(plain, basic, dual, verdicts)
+    return Outcome(plain, basic, dual, verdicts)
 
 
 @contextmanager
-def _folder(keep: bool, console: Console) -> Iterator[Path]:
-    """A new folder beside the models: /tmp may be memory, and stores are not small."""
+def _folder(keep: bool, console: Console) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A new folder beside the models (/tmp may be memory, and stores are not small), and what to
+    call to keep it. After an error it is kept too: its logs tell more."""
     base = models.cache_dir()
     base.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="demo-", dir=base))
+
+    def keep_it() -> None:
+        nonlocal keep
+        keep = True
+
     try:
-        yield folder
+        yield folder, keep_it
+    except Exception:  # whatever went wrong goes on to the caller
+        keep = True
+        raise
     finally:
         if keep:
             console.print(f"kept: {folder}", highlight=False, soft_wrap=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _show(outcome: _Outcome, snic: str) -> None:
-    console = Console()
-    _show_samples(outcome, console)
-    table = Table(title=f"1 prefill + 1 decode node, each reads {snic}; {demo_runs.cpu_note()}")
-    table.add_column("")
-    for name in ("plain vLLM", "basic", "dualpath", "basic / dualpath"):
-        table.add_column(name, justify="right")
-    plain, basic, dual = (
-        run.figures for run in (outcome.reference, outcome.basic, outcome.dualpath)
-    )
-
-    def seconds(label: str, *values: float | None) -> None:
-        gain = ratio(values[1], values[2])
-        shown = [f"{value:.2f} s" if value is not None else "-" for value in values]
-        table.add_row(label, *shown, f"{gain:.2f}" if gain else "-")
-
-    seconds("JCT, mean", plain.jct_s, basic.jct_s, dual.jct_s)
-    means = [run.ttft_s.mean if run.ttft_s else None for run in (plain, basic, dual)]
-    seconds("TTFT, mean", *means)
-    seconds("TPOT, mean", plain.tpot_s, basic.tpot_s, dual.tpot_s)
-    for node in sorted({*(basic.snic or {}), *(dual.snic or {})}):
-        read = [f"{(run.snic or {}).get(node, 0) / 1e6:,.1f} MB" for run in (basic, dual)]
-        table.add_row(f"SNIC read, {node}", "", *read, "")
-    totals = [snic_bytes(run) for run in (outcome.basic, outcome.dualpath)]
-    shown = [f"{total / 1e6:,.1f} MB" if total is not None else "-" for total in totals]
-    both = ratio(*totals)
-    table.add_row("SNIC read, both", "", *shown, f"{both:.3f}" if both else "-")
-    cached = [f"{run.cached_tokens or 0:,} of {run.tokens_in:,}" for run in (plain, basic, dual)]
-    table.add_row("prompt tokens hit", *cached, "")
-    same = [
-        "equal" if outcome.tokens[mode].equal else "DIFFERENT" for mode in ("basic", "dualpath")
-    ]
-    table.add_row("tokens", f"{plain.tokens_out:,}", *same, "")
-    console.print(table)
-
-
-def _show_samples(outcome: _Outcome, console: Console) -> None:
-    last = max((record.round for record in outcome.dualpath.records), default=0)
-    for record in outcome.dualpath.records:
-        if record.ok and record.round == last and record.agent < _SAMPLES:
-            line = f"[{record.name}] {' '.join(record.text.split())}"
-            console.print(line, markup=False, highlight=False)
-
-
-def _say_problems(outcome: _Outcome) -> None:
-    for name, run in (
-        ("plain vLLM", outcome.reference),
-        ("basic", outcome.basic),
-        ("dualpath", outcome.dualpath),
-    ):
-        for record in run.records:
-            if not record.ok:
-                text = f"{name}: {record.name}, turn {record.round + 1} failed: {record.error}"
-                typer.echo(text, err=True)
-    for mode, verdict in outcome.tokens.items():
-        if verdict.first is not None:
-            typer.echo(f"{mode}: tokens differ from plain vLLM's: {verdict.first}", err=True)
-    if not outcome.snic_agree:
-        basic, dual = snic_bytes(outcome.basic), snic_bytes(outcome.dualpath)
-        typer.echo(
-            f"the two modes read different amounts from storage: {basic} and {dual} bytes "
-            f"(at most {demo_runs.SNIC_TOLERANCE:.0%} apart is right)",
-            err=True,
-        )

@@ -61,8 +61,8 @@ def up_command(
         if port is not None:
             front = msgspec.structs.replace(described.front, port=port)
             described = msgspec.structs.replace(described, front=front)
-        _log_to(run_dir)
-        asyncio.run(_up(described, run_dir, console))
+        warnings = _log_to(run_dir)
+        asyncio.run(_up(described, run_dir, console, warnings))
     except (StartFailed, ClusterFailed, NoFreePort, models.ModelError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from None
@@ -100,8 +100,8 @@ def _model_path(model: str, console: Console) -> str:
     return str(models.ensure(bundled))
 
 
-def _log_to(run_dir: Path) -> None:
-    """The front's log to a file; warnings on stderr as well."""
+def _log_to(run_dir: Path) -> logging.Handler:
+    """The front's log to a file; warnings on stderr as well, by the handler returned."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(run_dir / "front.log", mode="w")
@@ -110,9 +110,12 @@ def _log_to(run_dir: Path) -> None:
     stderr = logging.StreamHandler()
     stderr.setLevel(logging.WARNING)
     logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=[file, stderr])
+    return stderr
 
 
-async def _up(config: ClusterConfig, run_dir: Path, console: Console) -> None:
+async def _up(
+    config: ClusterConfig, run_dir: Path, console: Console, warnings: logging.Handler
+) -> None:
     with stop_on_signal() as stop:
         running = asyncio.create_task(_run(config, run_dir, console))
         stopped = asyncio.create_task(stop.wait())
@@ -121,6 +124,7 @@ async def _up(config: ClusterConfig, run_dir: Path, console: Console) -> None:
             await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 console.print("stopping ...", highlight=False)
+                warnings.setLevel(logging.ERROR)  # that engines leave is no news now
                 running.cancel()
                 await asyncio.wait([running])
             if not running.cancelled():
