@@ -65,6 +65,23 @@ async def test_sampling_with_a_seed_equals_plain(front: Api, plain: Api) -> None
         assert await front.tokens(prompt, 20, **more) == await plain.tokens(prompt, 20, **more)
 
 
+async def test_several_answers_from_one_prompt(front: Api, plain: Api) -> None:
+    """n = 3: each answer's blocks have keys of their own, and each can be continued."""
+    await policy(front, "paper")
+    prompt = random_prompt(2 * BLOCK + 40)
+    more = {"n": 3, "seed": 5, "temperature": 1.0}
+    ours = (await front.complete(prompt, 90, **more))["choices"]
+    theirs = (await plain.complete(prompt, 90, **more))["choices"]
+    assert [c["token_ids"] for c in ours] == [c["token_ids"] for c in theirs]
+    assert len({tuple(c["token_ids"]) for c in ours}) == 3
+    for choice in ours:
+        longer = prompt + choice["token_ids"] + random_prompt(10)
+        answer = await front.complete(longer, 6)
+        stored = (len(prompt) + 89) // BLOCK * BLOCK
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == stored
+        assert answer["choices"][0]["token_ids"] == await plain.tokens(longer, 6)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_leaves_at_any_stage(front: Api, stream: bool) -> None:
     """From before the first byte to the middle of the answer; nothing stays behind."""
