@@ -128,9 +128,14 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Report(Message, frozen=True, kw_only=True):
-    """Sent every fetch interval; doubles as the heartbeat."""
+    """Sent every fetch interval; doubles as the heartbeat.
+
+    ``attention``: of each step of a PE with a single request since the last report: tokens cached,
+    tokens computed, seconds of attention.
+    """
 
     stats: EngineStats
+    attention: list[tuple[int, int, float]] = []
 
 
 class Allocated(Message, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from dualpath.control.messages import (
 from dualpath.storage import BlockStore, Limiter
 from dualpath.transfer.agent import PeerAgent
 from dualpath.transfer.hbm import DeviceCache, HostCopyEngine
-from dualpath.transfer.manager import TrafficManager
+from dualpath.transfer.manager import AttentionSource, TrafficManager
 from dualpath.transfer.memory import Region
 from dualpath.transfer.services import Arena, Services
 from dualpath.transfer.slots import SlotPool
@@ -65,6 +65,7 @@ def traffic_manager(
     control: str,
     run_dir: Path,
     live_stats: Callable[[], dict[str, int]],
+    attention: AttentionSource | None = None,
 ) -> TrafficManager:
     """The traffic manager of one engine, not started yet.
 
@@ -72,6 +73,7 @@ def traffic_manager(
         keepalive: owner of the cache's memory.
         control: ``host:port`` of the front's control server.
         run_dir: folder on this machine shared by the node's engines (NIC limit state).
+        attention: what the engine's attention costs, for its reports; only PEs measure it.
 
     Raises:
         BufferTooSmall: a buffer holds no block.
@@ -130,6 +132,7 @@ def traffic_manager(
         FrontConfig(control_host=host, control_port=int(port)),
         live_stats,
         cluster.timeouts.connect,
+        attention,
     )
 
 

@@ -31,6 +31,7 @@ from dualpath.engine.identity import describe_cache, host_id, model_digest
 from dualpath.engine.live import LiveFigures
 from dualpath.engine.metadata import StepMetadata
 from dualpath.engine.place import place_of
+from dualpath.engine.recorder import AttentionRecorder, recorder_for
 from dualpath.engine.scheduler_side import SchedulerSide
 from dualpath.engine.worker_side import WorkerSide
 from dualpath.transfer.manager import EngineFailing, TrafficManager
@@ -60,6 +61,7 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._manager: TrafficManager | None = None
+        self._recorder: AttentionRecorder | None = None
         self._layer_numbers: dict[str, int] = {}
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(
@@ -103,6 +105,8 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         )
         self._layer_numbers = assemble.layer_numbers(kv_caches)
+        if self._place.role is Role.PREFILL:
+            self._recorder = recorder_for(next(iter(kv_caches.values())).device.type)
         live = LiveFigures(cache.layout.engine_block_tokens, cache.num_blocks)
         self._manager = assemble.traffic_manager(
             self._cluster,
@@ -112,6 +116,7 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
             control=self._place.control,
             run_dir=Path(self._place.run_dir),
             live_stats=live.snapshot,
+            attention=self._recorder,
         )
         self._manager.start()
         self._worker_side = WorkerSide(
@@ -136,25 +141,35 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
         self._worker.begin(connector_metadata)
+        if self._recorder is not None:
+            self._recorder.step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: vLLM may call this after the forward pass, so loads start earlier."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: the layer was awaited before it began (see ``worker_side``)."""
+        """A layer's attention begins; its KV was awaited before (see ``worker_side``)."""
+        if self._recorder is not None:
+            self._recorder.layer_begins()
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """A layer is computed."""
+        if self._recorder is not None:  # before anything that waits
+            self._recorder.layer_ended()
         self._worker.after_layer(self._layer_numbers[layer_name])
 
     def wait_for_save(self) -> None:
         """The step is computed."""
+        if self._recorder is not None:
+            self._recorder.step_ended()
         self._worker.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks may be freed."""
+        if self._recorder is not None:
+            self._recorder.collect()
         return self._worker.take_freed() or None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

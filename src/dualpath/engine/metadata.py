@@ -48,9 +48,14 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Everything of one step."""
+    """Everything of one step.
+
+    ``single``: ``(cached, bsz)`` of a PE's step that computes prompt tokens of one request and
+    nothing else; None for any other step.
+    """
 
     requests: list[StepRequest] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
     scheduled_tokens: int = 0
+    single: tuple[int, int] | None = None

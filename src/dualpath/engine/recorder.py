@@ -19,8 +19,8 @@ MAX_SAMPLES: Final = 256
 """Samples kept until a report takes them; older ones are dropped first."""
 
 
-class LayerClock(Protocol):
-    """Times intervals. vLLM's thread only."""
+class LayerTimes(Protocol):
+    """The layers of one step. vLLM's thread only."""
 
     def start(self) -> None:
         """A layer's attention begins."""
@@ -30,90 +30,100 @@ class LayerClock(Protocol):
         """It has ended (been launched, on CUDA)."""
         ...
 
-    def take_s(self) -> float:
-        """Sum of the intervals since the last call, in seconds; waits for them to end."""
+    def seconds(self) -> float | None:
+        """Sum over the layers; None while the device still works on them. Never waits."""
         ...
 
 
-class HostClock:
+class HostTimes:
     """Work is done when the call returns."""
 
     def __init__(self) -> None:
-        self._began = 0.0
+        self._began_s = 0.0
         self._sum_s = 0.0
 
     def start(self) -> None:
-        """See ``LayerClock.start``."""
-        self._began = time.perf_counter()
+        """See ``LayerTimes.start``."""
+        self._began_s = time.perf_counter()
 
     def stop(self) -> None:
-        """See ``LayerClock.stop``."""
-        self._sum_s += time.perf_counter() - self._began
+        """See ``LayerTimes.stop``."""
+        self._sum_s += time.perf_counter() - self._began_s
 
-    def take_s(self) -> float:
-        """See ``LayerClock.take_s``."""
-        total, self._sum_s = self._sum_s, 0.0
-        return total
+    def seconds(self) -> float | None:
+        """See ``LayerTimes.seconds``."""
+        return self._sum_s
 
 
-class CudaClock:
-    """Events in the current stream. Not run where this was written: there was no GPU."""
+class CudaTimes:
+    """Events in the current stream; looking at them never makes the host wait for the device."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] = []
         self._began: Any = None
 
     def start(self) -> None:
-        """See ``LayerClock.start``."""
+        """See ``LayerTimes.start``."""
         self._began = torch.cuda.Event(enable_timing=True)
         self._began.record()
 
     def stop(self) -> None:
-        """See ``LayerClock.stop``."""
+        """See ``LayerTimes.stop``."""
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
         self._pairs.append((self._began, ended))
 
-    def take_s(self) -> float:
-        """See ``LayerClock.take_s``."""
-        pairs, self._pairs = self._pairs, []
-        if pairs:
-            pairs[-1][1].synchronize()
-        return sum(float(began.elapsed_time(ended)) for began, ended in pairs) / 1e3
+    def seconds(self) -> float | None:
+        """See ``LayerTimes.seconds``."""
+        if self._pairs and not self._pairs[-1][1].query():
+            return None
+        return sum(float(began.elapsed_time(ended)) for began, ended in self._pairs) / 1e3
 
 
 class AttentionRecorder:
     """Attention time of every step, and samples of steps with a single request.
 
-    ``step``, ``layer_begins`` and ``layer_ended`` are called by vLLM's thread, ``take`` by the
-    traffic thread; a deque's append and popleft are atomic.
+    ``take`` and ``total_s`` are for the traffic thread, all else for vLLM's; a deque's append and
+    popleft are atomic, and so is reading a float.
     """
 
-    def __init__(self, clock: LayerClock) -> None:
-        self._clock = clock
-        self._samples: deque[tuple[int, int, float]] = deque(maxlen=MAX_SAMPLES)
+    def __init__(self, times: type[HostTimes] | type[CudaTimes]) -> None:
+        self._times = times
+        self._now: LayerTimes = times()
         self._pair: tuple[int, int] | None = None
+        self._running: deque[tuple[tuple[int, int] | None, LayerTimes]] = deque()
+        self._samples: deque[tuple[int, int, float]] = deque(maxlen=MAX_SAMPLES)
         self.total_s = 0.0
 
     def step(self, meta: StepMetadata) -> None:
         """A step begins."""
         self._pair = meta.single
+        self._now = self._times()
 
     def layer_begins(self) -> None:
         """Right before a layer's attention."""
-        self._clock.start()
+        self._now.start()
 
     def layer_ended(self) -> None:
         """Right after it."""
-        self._clock.stop()
+        self._now.stop()
 
     def step_ended(self) -> None:
         """All layers of the step are launched."""
-        seconds = self._clock.take_s()
-        self.total_s += seconds
-        if self._pair is not None and seconds > 0:
-            self._samples.append((*self._pair, seconds))
-        self._pair = None
+        self._running.append((self._pair, self._now))
+        self.collect()
+
+    def collect(self) -> None:
+        """Count the steps that the device has finished by now. Never waits."""
+        while self._running:
+            pair, times = self._running[0]
+            seconds = times.seconds()
+            if seconds is None:
+                return
+            self._running.popleft()
+            self.total_s += seconds
+            if pair is not None and seconds > 0:
+                self._samples.append((*pair, seconds))
 
     def take(self) -> list[tuple[int, int, float]]:
         """``(cached, bsz, seconds)`` since the last call."""
@@ -125,4 +135,4 @@ class AttentionRecorder:
 
 def recorder_for(device: str) -> AttentionRecorder:
     """A recorder for tensors on ``device`` (``cpu`` or ``cuda``)."""
-    return AttentionRecorder(CudaClock() if device == "cuda" else HostClock())
+    return AttentionRecorder(CudaTimes if device == "cuda" else HostTimes)

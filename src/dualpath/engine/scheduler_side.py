@@ -119,6 +119,12 @@ class SchedulerSide:
             tracked.block_ids = list(groups[0])
             start = starts[request_id]
             meta.requests.append(self._step(tracked, start, start + scheduled))
+            if (
+                self._role is Role.PREFILL
+                and len(output.num_scheduled_tokens) == 1
+                and start + scheduled <= tracked.request.num_prompt_tokens
+            ):
+                meta.single = (start, scheduled)
         return meta
 
     def _step(self, tracked: _Tracked, start: int, end: int) -> StepRequest:

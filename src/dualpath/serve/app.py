@@ -43,6 +43,7 @@ def make_app(front: Front) -> Starlette:
             Route("/metrics", routes.metrics),
             Route("/debug/state", routes.state),
             Route("/debug/requests", routes.requests),
+            Route("/debug/attention", routes.attention),
             Route("/admin/weights/advance", routes.advance_weights, methods=["POST"]),
             Route("/admin/mode", routes.set_mode, methods=["POST"]),
         ],
@@ -167,6 +168,11 @@ class Routes:
         """``GET /debug/requests``."""
         self._admin(request)
         return _json({"requests": self._front.records.recent()})
+
+    async def attention(self, request: Request) -> Response:
+        """``GET /debug/attention``: the latest attention measurements of every PE."""
+        self._admin(request)
+        return _json({"engines": self._front.attention()})
 
     async def advance_weights(self, request: Request) -> Response:
         """``POST /admin/weights/advance``, body ``{"in_place": bool}`` (true when left out)."""

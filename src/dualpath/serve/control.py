@@ -197,6 +197,7 @@ class ControlServer:
     def _take(self, member: Member, message: ToFront) -> None:
         match message:
             case Report():
+                member.attention.extend(message.attention)
                 self._members.heard(member, message.stats)
             case Allocated() | Opened() | PrefillDone() | TurnDurable() | Closed():
                 if not member.sessions.answer(message):

@@ -7,7 +7,7 @@ import logging
 import secrets
 from typing import Any
 
-from dualpath.config import ClusterConfig, Mode
+from dualpath.config import ClusterConfig, Mode, Role
 from dualpath.control.messages import Dropped
 from dualpath.serve.body import Call
 from dualpath.serve.closing import Closer
@@ -196,6 +196,14 @@ class Front:
             },
             "scheduler": self.dispatcher.snapshot(),
             "engines": [_engine_state(member) for member in self.members.all()],
+        }
+
+    def attention(self) -> dict[str, Any]:
+        """Attention measurements of every connected PE, by name."""
+        return {
+            member.name: member.attention.as_dict()
+            for member in self.members.all()
+            if member.role is Role.PREFILL
         }
 
     def check_integrity(self) -> None:

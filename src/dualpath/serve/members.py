@@ -24,6 +24,7 @@ from dualpath.control.messages import (
     PeerUp,
     ToFront,
 )
+from dualpath.serve.attention import AttentionSamples
 from dualpath.serve.process import ProcessId, identify, is_dead
 from dualpath.serve.sessions import EngineSession, SessionTable
 
@@ -45,6 +46,7 @@ class Member:
         self.serving = False  # its HTTP server answers; it joins before that
         self.in_place = hello.weights_in_place or hello.weights_changed
         self.sessions = SessionTable()
+        self.attention = AttentionSamples()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
         self.stuck: asyncio.Future[str] = loop.create_future()

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -58,6 +58,20 @@ class EngineFailing(RuntimeError):
     """A background part of this engine died; it must not serve."""
 
 
+class AttentionSource(Protocol):
+    """What attention has cost an engine. Called in the traffic thread; never waits or raises."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of attention since the start, all steps; never falls."""
+        ...
+
+    def take(self) -> list[tuple[int, int, float]]:
+        """``(cached tokens, computed tokens, seconds)`` of each step of a single request since the
+        last call."""
+        ...
+
+
 class TrafficManager:
     """Runs sessions for one engine.
 
@@ -71,6 +85,7 @@ class TrafficManager:
         control: where the front listens.
         live_stats: vLLM's own figures; called in the traffic thread at every report.
         connect_timeout_s: how long ``start`` waits for the front's answer.
+        attention: measured on a PE, None on a DE.
     """
 
     def __init__(
@@ -80,12 +95,14 @@ class TrafficManager:
         control: FrontConfig,
         live_stats: Callable[[], dict[str, int]],
         connect_timeout_s: float,
+        attention: AttentionSource | None = None,
     ) -> None:
         self._hello = hello
         self._build = build
         self._control = control
         self._live_stats = live_stats
         self._connect_timeout_s = connect_timeout_s
+        self._attention = attention
         self._sessions: dict[tuple[str, int], Session] = {}
         self._limbo: list[DecodeSession] = []
         self._channel: Channel[ToEngine] | None = None
@@ -292,7 +309,8 @@ class TrafficManager:
     async def _report(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            self._send(Report(stats=self._stats()))
+            samples = [] if self._attention is None else self._attention.take()
+            self._send(Report(stats=self._stats(), attention=samples))
 
     def _stats(self) -> EngineStats:
         services = self._services
@@ -302,6 +320,8 @@ class TrafficManager:
         counters.update(
             {f"agent_{name}": value for name, value in services.agent.counters().items()}
         )
+        if self._attention is not None:
+            counters["attention_seconds"] = self._attention.total_s
         return EngineStats(
             running=live.get("running", 0),
             waiting=live.get("waiting", 0),
