@@ -250,15 +250,17 @@ def _tcp_ports(pid: str) -> dict[str, set[int]]:
 async def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(AgentSetupError, match="no-such-nic"):
         PeerAgent("x/1", device="no-such-nic")
+    with pytest.raises(ValueError, match="one name"):
+        PeerAgent("x/1", transports="tcp,cma")
     with pytest.raises(ValueError, match="rate"):
         PeerAgent("x/2", rate_bytes_s=0)
 
 
 async def test_memory_copied_without_a_nic(tmp_path: Path, region: Region, local: Bytes) -> None:
-    """The default between processes of one machine: same contract, other transport."""
-    near = Peer.start(tmp_path, "near/1", transports="")
+    """UCX's own choice between processes of one machine: same contract, other transport."""
+    near = Peer.start(tmp_path, "near/1", transports="all")
     try:
-        async with PeerAgent(f"tester/{next(NUMBER)}", transports="") as agent:
+        async with PeerAgent(f"tester/{next(NUMBER)}", transports="all") as agent:
             agent.register(region)
             await near.meet(agent)
             agent.set_passive(True)

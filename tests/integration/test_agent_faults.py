@@ -31,7 +31,7 @@ NUMBER = itertools.count()
 @pytest.fixture(scope="module")
 def spare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Peer]]:
     """Peers to be ill-treated, started together because starting is what takes long."""
-    names = [f"peer{i}/1" for i in range(10)]
+    names = [f"peer{i}/1" for i in range(11)]
     peers = Peer.start_many(tmp_path_factory.mktemp("peers"), names)
     waiting = iter(peers)
     yield lambda: next(waiting)
@@ -199,6 +199,33 @@ async def test_peer_that_is_stopped_holds_up_nobody_else(
     assert not stuck.done.done()
     peer.resume()
     await stuck.wait(DEADLINE_S)
+
+
+async def test_peer_cut_off_for_too_long_is_lost_and_met_again(
+    peer: Peer, region: Region, local: Bytes
+) -> None:
+    """The connection breaks although both processes live, as when a cable is pulled."""
+    async with PeerAgent("cut/1", user_timeout_s=1.0, **TCP) as agent:
+        agent.register(region)
+        await connect(agent, peer, region)
+        peer.memory[:] = 8
+        peer.stop()
+        read = agent.submit(Op.READ, peer.name, [region.address + BIG_BYTES], [peer.at(0)], 4096)
+        write = submit(agent, Op.WRITE, peer, region)
+        for transfer in (write, read):
+            with pytest.raises(PeerLost, match="broke"):
+                await transfer.wait(DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await write.settled is False
+        # The peer has the request in its hands: only it can say that it will not write any more.
+        assert not read.settled.done()
+        peer.resume()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await read.settled is True
+        await agent.write(peer.name, [region.address], [peer.at(0)], BIG_BYTES, DEADLINE_S)
+        await agent.read(peer.name, [region.address], [peer.at(0)], BIG_BYTES, DEADLINE_S)
+        assert (peer.memory[:BIG_BYTES] == local[:BIG_BYTES]).all()
+        assert agent.counters()["connections_lost"] == 1
 
 
 async def test_cancelled_waiter_gives_up_what_is_not_under_way(

@@ -38,13 +38,11 @@ class PeerAgent:
 
     Args:
         name: unique in the cluster and per start of the process.
-        device: UCX's name of the NIC (``eth0``; ``mlx5_0:1``); empty for any interface, and
-            direct memory copies between processes of one machine.
+        device: UCX's name of the NIC (``eth0``; ``mlx5_0:1``); empty for any interface.
         ports: ``low-high`` TCP ports; empty for any.
         rate_bytes_s: limit per direction on what this agent writes and reads. What peers write
             here is limited by their agents only.
-        transports: UCX's transport list; empty for what ``UcxSettings.effective_transports``
-            makes of the device: TCP unless the device is an RDMA one.
+        transports: UCX's transport, see ``UcxSettings``; empty for TCP, or RDMA by ``device``.
         piece_bytes: most bytes handed to the NIC at once.
         user_timeout_s: a TCP connection that accepts nothing for so long is broken.
 

@@ -52,14 +52,24 @@ class UcxSettings:
     Attributes:
         device: UCX's name of the NIC: an interface for TCP, ``mlx5_0:1`` for RDMA; empty for all.
         ports: ``low-high`` TCP ports; empty for any.
-        transports: UCX's list, e.g. ``tcp``; empty for what the others imply.
+        transports: one name of UCX's, e.g. ``tcp`` or ``all``; empty for TCP, or for UCX's choice
+            on an RDMA device. Not a list: NIXL's configuration text cannot carry its commas, and
+            drops what follows one without a word.
         user_timeout_s: a TCP connection on which nothing was accepted for so long is broken.
+
+    Raises:
+        ValueError: ``device`` or ``transports`` is a list.
     """
 
     device: str = ""
     ports: str = ""
     transports: str = ""
     user_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field in ("device", "transports"):
+            if "," in getattr(self, field):
+                raise ValueError(f"{field} must be one name, got {getattr(self, field)!r}")
 
     @property
     def rdma(self) -> bool:
@@ -68,20 +78,15 @@ class UcxSettings:
 
     @property
     def effective_transports(self) -> str:
-        """Held to TCP where an interface or ports are given: between processes of one machine
-        UCX would otherwise copy memory directly, past the NIC. Where nothing is given, that copy
-        is welcome (``cma``); UCX's shared-memory queues are not, because nothing wakes us when
-        something lies in them. RDMA: UCX's choice on that device."""
-        if self.transports or self.rdma:
-            return self.transports
-        return "tcp" if self.device or self.ports else "tcp,cma"
+        """TCP unless told otherwise. ``all`` would let processes of one machine copy each other's
+        memory directly, past the NIC and its rate; and nothing would wake us when something
+        lies in UCX's shared-memory queues."""
+        return self.transports or ("" if self.rdma else "tcp")
 
     @property
     def event_driven(self) -> bool:
         """Whether file descriptors tell about everything: TCP does, without arming."""
-        return bool(self.effective_transports) and (
-            set(self.effective_transports.split(",")) <= {"tcp", "cma", "self"}
-        )
+        return self.effective_transports == "tcp"
 
     def engine_config(self) -> str:
         """UCX configuration for NIXL's UCX backend, ``KEY=value,...``."""
