@@ -31,9 +31,8 @@ def test_never_faster_than_the_rate(rate: float, grants: list[tuple[int, float]]
 def test_a_waker_that_is_a_little_late_loses_nothing(rate: float, sizes: list[int]) -> None:
     pacer, now = Pacer(rate), 0.0
     for nbytes in sizes:
-        now += pacer.wait_s(now)
-        if now:
-            now += SLACK_S / 2
+        if (wait_s := pacer.wait_s(now)) > 0:
+            now += wait_s + SLACK_S / 2
         pacer.take(nbytes, now)
     assert now <= sum(sizes[:-1]) / rate + SLACK_S * 1.5
 

@@ -101,7 +101,7 @@ class SlotMachine(RuleBasedStateMachine):
     def run_loop(self) -> object:
         before = set(self.held)
         self.settle()
-        return multiple(*(set(self.held) - before))
+        return multiple(*(lease for lease in self.held if lease not in before))
 
     @rule(lease=leases, data=st.data())
     def release_some(self, lease: Lease, data: st.DataObject) -> None:
