@@ -16,7 +16,7 @@ from dualpath.scheduler import (
     SchedulerError,
     SchedulerSettings,
 )  # fmt: skip
-from dualpath.scheduler.decision_log import LoggedScheduler, ReplayError, replay
+from dualpath.scheduler.decision_log import LoggedScheduler, ReplayError, replay, starts
 
 pytestmark = pytest.mark.unit
 
@@ -86,8 +86,16 @@ def test_what_is_no_log_is_refused_with_its_line() -> None:
         replay([lines[0], lines[1][:-3]])
     with pytest.raises(ReplayError, match="line 1: the log does not begin with its settings"):
         replay(lines[1:])
-    with pytest.raises(ReplayError, match="line 3: a second start"):
-        replay([lines[0], "", lines[0]])
+    with pytest.raises(ReplayError, match="line 2: version 9, not 1"):
+        replay([lines[0], lines[0].replace('"version":1', '"version":9')])
+
+
+def test_a_log_that_was_started_again_replays_on_a_new_scheduler() -> None:
+    """Two schedulers one after the other in a file, as a change of mode leaves them."""
+    first, made_first = record("paper", 1)
+    second, made_second = record("round_robin", 2)
+    assert starts(first[0]) and not any(map(starts, first[1:]))
+    assert replay([*first, "", *second]) == [*made_first, *made_second]
 
 
 def test_a_refused_call_is_not_written_down() -> None:

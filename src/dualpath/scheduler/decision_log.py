@@ -25,7 +25,7 @@ class Record(msgspec.Struct, frozen=True, tag_field="event"):
 
 
 class Started(Record, frozen=True, tag="started"):
-    """First line."""
+    """First line, and the first one of every later scheduler whose log goes into the same file."""
 
     settings: SchedulerSettings
     version: int = LOG_VERSION
@@ -114,6 +114,11 @@ def encode(record: AnyRecord) -> str:
     return msgspec.json.encode(record).decode()
 
 
+def starts(line: str) -> bool:
+    """Whether an encoded line is a ``Started``, with which a log can begin."""
+    return line.startswith('{"event":"started"')
+
+
 def decode(line: str) -> AnyRecord:
     """The record of one line.
 
@@ -196,7 +201,8 @@ class LoggedScheduler(Scheduler):
 
 
 def replay(lines: Iterable[str]) -> list[Decisions]:
-    """Make every call of a log again on a fresh scheduler.
+    """Make every call of a log again on a fresh scheduler; a log that was started again (by a
+    change of mode or by a new front) goes on with another fresh one.
 
     Empty lines are skipped; a last line that was cut off in the middle is an error like any other.
 
@@ -217,8 +223,8 @@ def replay(lines: Iterable[str]) -> list[Decisions]:
         except ReplayError as error:
             raise ReplayError(f"line {number}: {error}") from error
         if isinstance(record, Started):
-            if scheduler is not None or record.version != LOG_VERSION:
-                raise ReplayError(f"line {number}: a second start, or version {record.version}")
+            if record.version != LOG_VERSION:
+                raise ReplayError(f"line {number}: version {record.version}, not {LOG_VERSION}")
             scheduler = Scheduler(record.settings)
             continue
         if scheduler is None:

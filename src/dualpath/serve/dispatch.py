@@ -12,8 +12,6 @@ import asyncio
 import logging
 import time
 
-import msgspec
-
 from dualpath.config import ClusterConfig, Mode, Role
 from dualpath.scheduler import (
     Assignment,
@@ -22,11 +20,13 @@ from dualpath.scheduler import (
     Rejection,
     Request,
     Scheduler,
-    SchedulerSettings,
     Snapshot,
 )
+from dualpath.scheduler.decision_log import LoggedScheduler
+from dualpath.serve.decision_file import DecisionFile
 from dualpath.serve.errors import ApiError
 from dualpath.serve.members import Member, Members
+from dualpath.serve.thresholds import Thresholds
 
 logger = logging.getLogger(__name__)
 _SILENCE_CHECKS_PER_TIMEOUT = 4
@@ -37,12 +37,19 @@ class RequestsUnderWay(RuntimeError):
 
 
 class Dispatcher:
-    """Belongs to the event loop."""
+    """Belongs to the event loop.
+
+    Raises:
+        ConfigError: the profile or the decision log cannot be used.
+    """
 
     def __init__(self, config: ClusterConfig, members: Members) -> None:
         self._config = config
         self._members = members
-        self._scheduler = Scheduler(SchedulerSettings.of(config.scheduler, config.mode))
+        self._thresholds = Thresholds(config)
+        log = config.scheduler.decision_log
+        self._decisions = DecisionFile(log) if log else None
+        self._scheduler = self._new_scheduler(config.mode, config.scheduler.policy)
         self._known: dict[str, Member] = {}
         self._waiting: dict[str, asyncio.Future[Assignment | Rejection]] = {}
         self._wake = asyncio.Event()
@@ -51,6 +58,16 @@ class Dispatcher:
     def waiting(self) -> int:
         """Requests without engines."""
         return len(self._waiting)
+
+    @property
+    def policy(self) -> str:
+        """Name of the policies in use."""
+        return self._scheduler.settings.policy
+
+    @property
+    def log_lines_lost(self) -> int:
+        """Lines of the decision log that could not be written."""
+        return 0 if self._decisions is None else self._decisions.lost
 
     def set_mode(self, mode: Mode, policy: str = "") -> None:
         """Take the policies of ``mode``, or those called ``policy``. Only while no request is
@@ -62,8 +79,7 @@ class Dispatcher:
         """
         if self._waiting or not self._scheduler.idle:
             raise RequestsUnderWay("requests are under way")
-        settings = msgspec.structs.replace(self._config.scheduler, policy=policy)
-        self._scheduler = Scheduler(SchedulerSettings.of(settings, mode))
+        self._scheduler = self._new_scheduler(mode, policy)
         members = list(self._known.values())
         self._known.clear()
         for member in members:
@@ -159,6 +175,18 @@ class Dispatcher:
             except TimeoutError:
                 continue
 
+    async def write_decisions(self) -> None:
+        """Keep the decision log's file up to date."""
+        if self._decisions is not None:
+            await self._decisions.run()
+        else:
+            await asyncio.Future()  # a background task must not end
+
+    def close(self) -> None:
+        """Nothing is decided any more: complete the decision log."""
+        if self._decisions is not None:
+            self._decisions.close()
+
     async def watch_silence(self) -> None:
         """Drain engines that stop reporting."""
         pause_s = self._config.scheduler.report_timeout / _SILENCE_CHECKS_PER_TIMEOUT
@@ -195,13 +223,17 @@ class Dispatcher:
 
     def _spec(self, member: Member) -> EngineSpec:
         hello = member.hello
-        token_bytes = hello.fingerprint.num_layers * hello.fingerprint.token_layer_bytes
-        rate = self._config.node(hello.node).snic.read
         return EngineSpec(
             name=member.name,
             role=member.role,
             group=member.role.value,
             node=hello.node,
             hbm_tokens=member.stats.hbm_tokens_total if member.role is Role.DECODE else 0,
-            read_tokens_per_s=rate / token_bytes if rate.limited else 0.0,
+            read_tokens_per_s=self._thresholds.read_tokens_per_s(hello),
         )
+
+    def _new_scheduler(self, mode: Mode, policy: str) -> Scheduler:
+        settings = self._thresholds.settings(mode, policy)
+        if self._decisions is None:
+            return Scheduler(settings)
+        return LoggedScheduler(settings, self._decisions.write)

@@ -88,7 +88,11 @@ class Front:
             metrics=self.metrics,
             habits=habits,
         )
-        for work in (self.dispatcher.run(), self.dispatcher.watch_silence()):
+        for work in (
+            self.dispatcher.run(),
+            self.dispatcher.watch_silence(),
+            self.dispatcher.write_decisions(),
+        ):
             task = asyncio.create_task(work)
             task.add_done_callback(self._background_ended)
             self._background.append(task)
@@ -108,6 +112,7 @@ class Front:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         await self.control.close()
+        self.dispatcher.close()
         if self._services is not None:
             await self._services.upstream.close()
 
@@ -177,12 +182,14 @@ class Front:
             "ready": float(self.ready),
             "scheduler_waiting": self.dispatcher.waiting,
             "sessions_closing": len(self.closer),
+            "decision_log_lines_lost": self.dispatcher.log_lines_lost,
         }
 
     def state(self) -> dict[str, Any]:
         """Everything that is held anywhere; all of it is zero when nothing is under way."""
         return {
             "mode": self.plan.mode.value,
+            "policy": self.dispatcher.policy,
             "ready": self.ready,
             "weight_epoch": self.epoch.number,
             "index_blocks": len(self.index),

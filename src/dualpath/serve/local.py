@@ -20,6 +20,7 @@ from dualpath.config import ClusterConfig, ConfigError, Role, dump, engine_name
 from dualpath.serve import serve
 from dualpath.serve.ports import free_ports, is_free
 from dualpath.serve.supervise import ChildSpec, Listener, RestartPolicy, StartFailed, Supervisor
+from dualpath.serve.thresholds import read_profile
 
 CONFIG_FILE: Final = "cluster.toml"
 _SECRET_FILE: Final = "control.secret"
@@ -104,7 +105,8 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     """The description with absolute paths and every open port chosen.
 
     Raises:
-        ConfigError: a host is not of this machine, or a given port is in use.
+        ConfigError: a host is not of this machine, a given port is in use, or the profile cannot
+            be read.
     """
     taken: set[int] = set()
 
@@ -145,7 +147,19 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
         model = msgspec.structs.replace(model, path=str(Path(model.path).absolute()))
     store = str(Path(config.storage.path).expanduser().absolute())
     storage = msgspec.structs.replace(config.storage, path=store)
-    return msgspec.structs.replace(config, front=front, nodes=nodes, model=model, storage=storage)
+    read_profile(config.scheduler)  # before anything is started
+    scheduler = msgspec.structs.replace(
+        config.scheduler,
+        profile=_absolute(config.scheduler.profile),
+        decision_log=_absolute(config.scheduler.decision_log),
+    )
+    return msgspec.structs.replace(
+        config, front=front, nodes=nodes, model=model, storage=storage, scheduler=scheduler
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 class _Front:
@@ -169,12 +183,15 @@ class _Front:
 
         Raises:
             ClusterFailed: the front ended first.
+            ConfigError: it ended because of what the description says.
         """
         other = asyncio.ensure_future(awaitable)
         try:
             await asyncio.wait([other, self.task], return_when=asyncio.FIRST_COMPLETED)
             if other.done():
                 return other.result()
+            if not self.task.cancelled() and isinstance(self.task.exception(), ConfigError):
+                self.task.result()
             raise ClusterFailed(f"the front ended: {_reason(self.task)}")
         finally:
             other.cancel()
