@@ -129,6 +129,13 @@ class Role(enum.Enum):
     DECODE = "decode"
 
 
+class LogFormat(enum.Enum):
+    """How log lines look."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 class Section(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
@@ -309,6 +316,18 @@ class FrontConfig(Section, frozen=True):
     max_retries: Annotated[int, Meta(ge=0, le=8)] = 2
 
 
+class LogConfig(Section, frozen=True):
+    """What the front and the engines log, on standard error or where ``up`` puts it.
+
+    Attributes:
+        format: ``text``, or ``json`` for one object a line.
+        level: least severe lines that are written: ``info`` has one line per request.
+    """
+
+    format: LogFormat = LogFormat.TEXT
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
 class SecurityConfig(Section, frozen=True):
     """Who may call.
 
@@ -317,11 +336,19 @@ class SecurityConfig(Section, frozen=True):
         admin_key: bearer token for the weight-epoch and debug endpoints; empty leaves them open on
             loopback and closed elsewhere.
         control_secret_file: file whose content engines must present to the front.
+        tls_cert_file: certificate chain of the API (PEM); with it the API speaks HTTPS only.
+        tls_key_file: its private key (PEM).
     """
 
     api_keys: dict[str, str] = {}
     admin_key: str = ""
     control_secret_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ValueError("tls_cert_file and tls_key_file: set both, or neither")
 
 
 class EngineConfig(Section, frozen=True):
@@ -369,6 +396,7 @@ class ClusterConfig(Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     security: SecurityConfig = SecurityConfig()
+    log: LogConfig = LogConfig()
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
@@ -471,8 +499,9 @@ def _field_first(message: str) -> str:
 
 
 __all__ = [
-    "BufferConfig", "ClusterConfig", "ConfigError", "EngineConfig", "FrontConfig", "Mode",
-    "ModelConfig", "NicConfig", "NodeConfig", "Rate", "Role", "SchedulerConfig", "Seconds",
+    "BufferConfig", "ClusterConfig", "ConfigError", "EngineConfig", "FrontConfig", "LogConfig",
+    "LogFormat", "Mode", "ModelConfig", "NicConfig", "NodeConfig", "Rate", "Role",
+    "SchedulerConfig", "Seconds",
     "SecurityConfig", "Size", "SnicConfig", "StorageConfig", "TimeoutConfig", "dump",
     "engine_name", "load", "parse", "parse_rate", "parse_seconds", "parse_size",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from dualpath.config import (
     ClusterConfig,
     EngineConfig,
     FrontConfig,
+    LogConfig,
     ModelConfig,
     NicConfig,
     NodeConfig,
@@ -41,6 +42,7 @@ SECTIONS: dict[str, type[Section]] = {
     "`[scheduler]`": SchedulerConfig,
     "`[timeouts]`": TimeoutConfig,
     "`[security]`": SecurityConfig,
+    "`[log]`": LogConfig,
     "`[engine]`": EngineConfig,
 }
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import structs
 
 from dualpath import config as cluster
+from dualpath import logs
 from dualpath.cli.signals import stop_on_signal
-from dualpath.config import ClusterConfig, ConfigError
+from dualpath.config import ClusterConfig, ConfigError, LogFormat
 from dualpath.serve import serve
 
 
 def serve_command(
     config: Annotated[Path, typer.Option(help="Cluster file.")],
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="Of log lines [text, or the file's].")
+    ] = None,
 ) -> None:
     """Run the front and the scheduler; the engines run elsewhere (see 'dualpath engine')."""
     described = cluster.load(config)
@@ -27,9 +31,11 @@ def serve_command(
         if port == 0:
             raise ConfigError(f"{config}: front.{field}: must be set for 'serve'; engines and "
                               "clients could not find a free one")  # fmt: skip
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    if log_format is not None:
+        described = structs.replace(
+            described, log=structs.replace(described.log, format=log_format)
+        )
+    logs.set_up(described.log)
     try:
         asyncio.run(_serve(described))
     except OSError as error:

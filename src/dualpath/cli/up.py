@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 
 from dualpath import config as cluster
+from dualpath import logs
 from dualpath.cli.defaults import default_cluster, engine_argv
 from dualpath.cli.signals import stop_on_signal
 from dualpath.cli.starting import engine_progress
-from dualpath.config import ClusterConfig, ConfigError, Mode, ModelConfig
+from dualpath.config import ClusterConfig, ConfigError, LogConfig, Mode, ModelConfig
 from dualpath.engine import models
 from dualpath.serve.local import ClusterFailed, local_cluster
 from dualpath.serve.ports import NoFreePort
@@ -24,7 +25,6 @@ from dualpath.serve.supervise import StartFailed
 EXIT_FAILED: Final = 1
 _RUN_DIR: Final = Path("dualpath-run")
 _STORE: Final = Path("dualpath-store")
-_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def up_command(
@@ -61,7 +61,7 @@ def up_command(
         if port is not None:
             front = msgspec.structs.replace(described.front, port=port)
             described = msgspec.structs.replace(described, front=front)
-        warnings = _log_to(run_dir)
+        warnings = _log_to(run_dir, described.log)
         asyncio.run(_up(described, run_dir, console, warnings))
     except (StartFailed, ClusterFailed, NoFreePort, models.ModelError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -100,7 +100,7 @@ def _model_path(model: str, console: Console) -> str:
     return str(models.ensure(bundled))
 
 
-def _log_to(run_dir: Path) -> logging.Handler:
+def _log_to(run_dir: Path, config: LogConfig) -> logging.Handler:
     """The front's log to a file; warnings on stderr as well, by the handler returned."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def _log_to(run_dir: Path) -> logging.Handler:
         raise ConfigError(f"--run-dir: {run_dir} cannot be used: {error.strerror}") from None
     stderr = logging.StreamHandler()
     stderr.setLevel(logging.WARNING)
-    logging.basicConfig(level=logging.INFO, format=_FORMAT, handlers=[file, stderr])
+    logs.set_up(config, file, stderr)
     return stderr
 
 

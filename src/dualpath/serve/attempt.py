@@ -129,6 +129,8 @@ class Attempt:
         self._count(spec, assignment, fingerprint, good)
         with record.timed(Phase.PREFILL):
             await self._run_prefill(prefill, decode, record.hit_tokens)
+        with record.timed(Phase.HANDOVER):
+            await self._handed_over(prefill, decode)
         services.dispatcher.prefill_done(self._sid)
         assert self._prefill is not None and self._decode is not None
         # The PE has nothing left to do, so what it holds need not wait for the answer's end.
@@ -180,6 +182,8 @@ class Attempt:
             )
             by_decode = _checked(await answer_of(self._decode.opened, decode, prefill), decode)
             by_prefill = _checked(await answer_of(self._prefill.opened, prefill, decode), prefill)
+        services.metrics.opened("de", by_decode)
+        services.metrics.opened("pe", by_prefill)
         turn.record.pe_blocks = min(by_prefill.good_blocks, split)
         turn.record.de_blocks = min(by_decode.good_blocks, spec.hit_blocks - split)
         if turn.record.pe_blocks < split:
@@ -223,7 +227,11 @@ class Attempt:
             turn.first = read_first_token(answer, limit)
             if turn.first is not None:
                 turn.record.first_token = "pe"
+                turn.tempo.token()
                 await self._send_first()
+
+    async def _handed_over(self, prefill: Member, decode: Member) -> None:
+        """Wait until every Layer Block of the prompt is in the DE buffer."""
         assert self._prefill is not None
         done = await answer_of(self._prefill.prefill_done, prefill, decode)
         if done.error:
@@ -241,6 +249,7 @@ class Attempt:
         turn.reply.headers = turn.record.headers()
         context = self._context()
         if ended:
+            turn.tempo.tokens = 1
             held = context.ending_events() if turn.call.stream else [context.whole_from_first()]
         else:
             held = await run_while(

@@ -68,7 +68,7 @@ class Closer:
                 self._overdue()
                 logger.warning(
                     "session %s#%d on %s takes long to close (%s)",
-                    session.rid, session.attempt, member.name, reason,
+                    session.rid, session.attempt, member.name, reason, extra={"rid": session.rid},
                 )  # fmt: skip
                 await any_of(*ends)
         finally:

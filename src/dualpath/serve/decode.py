@@ -7,8 +7,10 @@ from typing import Any, Protocol
 import msgspec
 
 from dualpath.serve.answer import AnswerContext
+from dualpath.serve.body import Call
 from dualpath.serve.errors import EngineAnswer, PassedThrough
 from dualpath.serve.reply import Reply
+from dualpath.serve.tempo import Tempo
 from dualpath.serve.upstream import Upstream, events
 
 
@@ -17,6 +19,7 @@ class Progress(Protocol):
 
     committed: bool
     reply: Reply
+    tempo: Tempo
 
 
 async def receive(
@@ -39,17 +42,29 @@ async def receive(
     """
     held: list[dict[str, Any]] = []
     finished = 0
+    tempo = progress.tempo
+    extra_usage = _wants_no_usage(context.call)
+    if extra_usage:
+        body = {**body, "stream_options": _with_usage(body.get("stream_options"))}
     async with upstream.open(url, body, upstream_id) as response:
         if response.status != 200:
             raise PassedThrough(response.status, await response.read())
         if not context.call.stream:
-            return [context.correct_whole(_whole(await response.read()))]
+            whole = context.correct_whole(_whole(await response.read()))
+            tempo.tokens = _tokens(whole)
+            return [whole]
         async for event in events(response):
             _raise_error(event)
             corrected = context.correct_event(event)
             if corrected is None:
                 continue
             choices = corrected.get("choices") or ()
+            tempo.event(corrected)
+            if not choices and (tokens := _tokens(corrected)) is not None:
+                tempo.tokens = tokens
+                if extra_usage:
+                    _without_usage(corrected, held)
+                    continue
             finished += sum(choice.get("finish_reason") is not None for choice in choices)
             if finished >= context.call.choices:
                 held.append(corrected)
@@ -70,6 +85,34 @@ async def send_end(held: list[dict[str, Any]], context: AnswerContext, reply: Re
     for event in held:
         await reply.event(event)
     await reply.end_stream()
+
+
+def _wants_no_usage(call: Call) -> bool:
+    """Whether usage is asked of the engine for our own count only.
+
+    Not with several choices: there the engine stamps its fingerprint on each choice's last chunk,
+    of which only the last could still be put right.
+    """
+    return call.stream and call.choices == 1 and not call.include_usage
+
+
+def _with_usage(options: dict[str, Any] | None) -> dict[str, Any]:
+    options = {**(options or {}), "include_usage": True}
+    if options.get("continuous_usage_stats") is True:
+        options["continuous_usage_stats"] = False  # without include_usage it has no effect
+    return options
+
+
+def _without_usage(closing: dict[str, Any], held: list[dict[str, Any]]) -> None:
+    """Leave the usage chunk out. Without it, the engine's fingerprint is in the chunk before."""
+    if held and closing.get("system_fingerprint") is not None:
+        held[-1]["system_fingerprint"] = closing["system_fingerprint"]
+
+
+def _tokens(answer: dict[str, Any]) -> int | None:
+    usage = answer.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) else None
 
 
 def _whole(raw: bytes) -> dict[str, Any]:

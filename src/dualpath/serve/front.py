@@ -9,6 +9,7 @@ from typing import Any
 
 from dualpath.config import ClusterConfig, Mode, Role
 from dualpath.control.messages import Dropped
+from dualpath.serve.balance import Balance
 from dualpath.serve.body import Call
 from dualpath.serve.closing import Closer
 from dualpath.serve.control import ControlServer
@@ -47,6 +48,7 @@ class Front:
             stuck_s=config.scheduler.report_timeout + config.timeouts.layer,
             grace_s=_GRACE_TRANSFERS * config.timeouts.transfer,
         )
+        self.balance = Balance(config, self.members)
         self.dispatcher = Dispatcher(config, self.members)
         self.control = ControlServer(
             config,
@@ -91,6 +93,7 @@ class Front:
         for work in (
             self.dispatcher.run(),
             self.dispatcher.watch_silence(),
+            self.balance.run(),
             self.dispatcher.write_decisions(),
         ):
             task = asyncio.create_task(work)
@@ -179,11 +182,21 @@ class Front:
         return {
             "index_blocks": len(self.index),
             "weight_epoch": self.epoch.number,
+            "weight_epoch_settled": float(self.epoch.settled),
             "ready": float(self.ready),
-            "scheduler_waiting": self.dispatcher.waiting,
+            "scheduler_waiting_requests": self.dispatcher.waiting,
             "sessions_closing": len(self.closer),
             "decision_log_lines_lost": self.dispatcher.log_lines_lost,
+            **self.balance.figures(),
         }
+
+    def node_figures(self) -> dict[str, dict[str, float]]:
+        """Gauges of the nodes."""
+        return self.balance.by_node()
+
+    def expected(self) -> dict[str, int]:
+        """Engines that the description has, by role."""
+        return {role.value: len(self.config.engines(role)) for role in Role}
 
     def state(self) -> dict[str, Any]:
         """Everything that is held anywhere; all of it is zero when nothing is under way."""
@@ -201,6 +214,8 @@ class Front:
                 "de": int(self._path_bytes("de")),
                 "split": int(self.metrics.split_bytes._value.get()),
             },
+            "tokens": {kind: self._prompt_tokens(kind) for kind in ("hit", "miss")},
+            "kv": self._kv(),
             "scheduler": self.dispatcher.snapshot(),
             "engines": [_engine_state(member) for member in self.members.all()],
         }
@@ -221,6 +236,17 @@ class Front:
         """
         self.index.check_integrity()
         self.dispatcher.check_integrity()
+
+    def _kv(self) -> dict[str, int] | None:
+        """Sizes that the engines agree on; None before the first one has come."""
+        agreed = self.control.fingerprint
+        if agreed is None:
+            return None
+        token_bytes = agreed.num_layers * agreed.token_layer_bytes
+        return {"token_bytes": token_bytes, "block_tokens": agreed.block_tokens}
+
+    def _prompt_tokens(self, kind: str) -> int:
+        return int(self.metrics.prompt_tokens.labels(kind)._value.get())
 
     def _path_bytes(self, side: str) -> float:
         return float(self.metrics.path_bytes.labels(side)._value.get())

@@ -59,13 +59,14 @@ async def answer(services: Services, turn: Turn) -> None:
         record.outcome = Outcome.CANCELLED.value
         raise
     except Exception as error:  # a fault in the front must end this request only, and be seen
-        logger.exception("request %s met a fault in the front", turn.rid)
+        logger.exception("request %s met a fault in the front", turn.rid, extra={"rid": turn.rid})
         services.metrics.errors.inc()
         record.outcome = Outcome.FAILED.value
         record.error = f"{type(error).__name__}: {error}"
         await turn.reply.fail(500, "The server met an internal error.")
     finally:
         record.status = turn.reply.status
+        record.measured(turn.tempo)
         if turn.reply.first_byte_s is not None:
             record.first_byte_s = turn.reply.first_byte_s - record.arrived_s
 
@@ -86,7 +87,9 @@ async def _tries(services: Services, turn: Turn) -> None:
             if turn.committed or number >= services.config.front.max_retries:
                 raise
             services.metrics.retries.labels(_kind(error)).inc()
-            logger.warning("request %s, try %d failed: %s", turn.rid, number, error)
+            logger.warning(
+                "request %s, try %d failed: %s", turn.rid, number, error, extra={"rid": turn.rid}
+            )
         # An engine that is dying may still look usable for a moment.
         await asyncio.sleep(_BACKOFF_S * 2**number)
         number += 1

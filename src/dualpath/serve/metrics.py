@@ -1,34 +1,26 @@
 """Prometheus metrics of the front, in a registry of their own.
 
-Engine figures are read from the latest reports at the moment of a scrape.
+docs/operations.md lists all of them; a test compares. What engines report is in
+``engine_metrics``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from dualpath.serve.members import Member
+from dualpath.control.messages import Opened
+from dualpath.serve.engine_metrics import ClusterView, EngineCollector
 from dualpath.serve.record import Outcome, Phase, Record
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600,
 )  # fmt: skip
-
-
-class ClusterView(Protocol):
-    """What a scrape looks at. Called in the event loop; must not wait or raise."""
-
-    def engines(self) -> list[Member]:
-        """Connected engines."""
-
-    def figures(self) -> dict[str, float]:
-        """Gauges of the front by name without prefix, such as ``index_blocks``."""
+_TOKEN_SECONDS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1,
+)  # fmt: skip
 
 
 class FrontMetrics:
@@ -85,9 +77,32 @@ class FrontMetrics:
         self.errors = Counter(
             "dualpath_internal_errors", "Requests ended by a fault in the front", registry=registry
         )
-        self.first_byte = Histogram(
-            "dualpath_time_to_first_token_seconds", "Arrival to first byte of the answer",
+        self.generation_tokens = Counter(
+            "dualpath_generation_tokens", "Tokens of answers that were completed",
+            registry=registry,
+        )  # fmt: skip
+        self.first_token = Histogram(
+            "dualpath_time_to_first_token_seconds",
+            "Arrival to token 1 at the front; unknown, and left out, for a whole answer that the "
+            "decode engine began",
             buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.second_token = Histogram(
+            "dualpath_time_to_second_token_seconds", "Token 1 to token 2 of a streamed answer",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.per_token = Histogram(
+            "dualpath_time_per_output_token_seconds",
+            "Mean time per token after token 1 of a streamed answer",
+            buckets=_TOKEN_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.buffer_wait = Histogram(
+            "dualpath_buffer_wait_seconds", "Wait for room in an engine's buffer", ["side"],
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.read = Histogram(
+            "dualpath_read_seconds", "Storage read of one request's hit blocks, queue included",
+            ["path"], buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self.phase = Histogram(
             "dualpath_phase_seconds", "Parts of the time to the first token", ["phase"],
@@ -99,7 +114,20 @@ class FrontMetrics:
         self.open = Gauge("dualpath_requests_open", "Requests under way", registry=registry)
         for phase in Phase:
             self.phase.labels(phase.value)
-        registry.register(_EngineCollector(view))
+        for side in ("pe", "de"):
+            self.buffer_wait.labels(side)
+            self.read.labels(side)
+            self.path_bytes.labels(side)
+            self.path_blocks.labels(side)
+        for kind in ("hit", "miss"):
+            self.prompt_tokens.labels(kind)
+        registry.register(EngineCollector(view))
+
+    def opened(self, side: str, message: Opened) -> None:
+        """Count an engine's part of reading a request's hit blocks."""
+        self.buffer_wait.labels(side).observe(message.wait_s)
+        if message.good_blocks:
+            self.read.labels(side).observe(message.read_s)
 
     def finished(self, record: Record) -> None:
         """Count a request that has ended."""
@@ -110,49 +138,17 @@ class FrontMetrics:
         self.first_tokens.labels(record.first_token).inc()
         self.prompt_tokens.labels("hit").inc(record.hit_tokens)
         self.prompt_tokens.labels("miss").inc(record.prompt_tokens - record.hit_tokens)
-        if record.first_byte_s is not None:
-            self.first_byte.observe(record.first_byte_s)
-        for name, seconds in record.phases.items():
-            self.phase.labels(name).observe(seconds)
+        self.generation_tokens.inc(record.output_tokens or 0)
+        for histogram, seconds in (
+            (self.first_token, record.ttft_s),
+            (self.second_token, record.ttst_s),
+            (self.per_token, record.tpot_s),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+        for name, phase_s in record.phases.items():
+            self.phase.labels(name).observe(phase_s)
 
     def render(self) -> bytes:
         """The exposition text."""
         return generate_latest(self._registry)
-
-
-class _EngineCollector(Collector):
-    def __init__(self, view: ClusterView) -> None:
-        self._view = view
-
-    def collect(self) -> Iterable[Metric]:
-        """Gauges and counters of every connected engine."""
-        for name, value in self._view.figures().items():
-            yield GaugeMetricFamily(f"dualpath_{name}", name.replace("_", " "), value=value)
-        gauges = {
-            "up": "Whether the engine gets work",
-            "sessions": "Open sessions, as the engine counts them",
-            "transfers": "Transfers under way",
-            "running": "Requests in the batch",
-            "waiting": "Requests waiting inside the engine",
-            "read_queue_tokens": "Tokens waiting for storage",
-            "hbm_tokens_used": "KV cache in use, tokens",
-            "hbm_tokens_total": "KV cache, tokens",
-            "buffer_slots_used": "PE or DE buffer in use, blocks",
-            "buffer_slots_total": "PE or DE buffer, blocks",
-        }
-        families = {
-            name: GaugeMetricFamily(f"dualpath_engine_{name}", text, labels=["engine", "node"])
-            for name, text in gauges.items()
-        }
-        counter = CounterMetricFamily(
-            "dualpath_engine", "Totals of the engine, by name", labels=["engine", "node", "name"]
-        )
-        for member in self._view.engines():
-            labels = [member.name, member.hello.node]
-            for name, family in families.items():
-                value = member.usable if name == "up" else getattr(member.stats, name)
-                family.add_metric(labels, float(value))
-            for name, total in member.stats.counters.items():
-                counter.add_metric([*labels, name], total)
-        yield from families.values()
-        yield counter

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from dualpath.serve.tempo import Tempo
+
 logger = logging.getLogger("dualpath.requests")
 _REMEMBERED: Final = 256
 
@@ -36,13 +38,16 @@ class Path(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """Parts of the time to the first token."""
+    """Parts of the time to the first token, in order. The PE samples token 1 at the end of
+    ``PREFILL``; where the DE does, ``HANDOVER`` and the DE's own start come before it."""
 
     TOKENISE = "tokenise"
     SCHEDULE = "schedule"
     ALLOCATE = "allocate"
     READ = "read"
     PREFILL = "prefill"
+    HANDOVER = "handover"
+    """From the prefill's end until the prompt's KV is complete in the DE buffer."""
 
 
 @dataclass(slots=True)
@@ -54,6 +59,9 @@ class Record:
         hit_tokens: prompt tokens that came from storage, verified.
         pe_blocks, de_blocks: good blocks read by each side.
         first_byte_s, total_s: since arrival.
+        ttft_s: arrival to token 1; ttst_s: token 1 to token 2; tpot_s: mean per token after
+            token 1. None where the front cannot see it (whole answers come in one piece).
+        output_tokens: of the answer, all choices together; None while unknown.
     """
 
     rid: str
@@ -74,6 +82,10 @@ class Record:
     phases: dict[str, float] = field(default_factory=dict)
     first_byte_s: float | None = None
     total_s: float = 0.0
+    ttft_s: float | None = None
+    ttst_s: float | None = None
+    tpot_s: float | None = None
+    output_tokens: int | None = None
     arrived_s: float = field(default_factory=time.monotonic)
 
     @contextmanager
@@ -84,6 +96,13 @@ class Record:
             yield
         finally:
             self.phases[phase.value] = time.monotonic() - start
+
+    def measured(self, tempo: Tempo) -> None:
+        """Take over what is known of the answer's tokens."""
+        self.ttft_s = None if tempo.first_s is None else tempo.first_s - self.arrived_s
+        self.ttst_s = tempo.second_gap_s
+        self.tpot_s = tempo.per_token_s
+        self.output_tokens = tempo.tokens
 
     def headers(self) -> dict[str, str]:
         """What the client is told."""
@@ -113,7 +132,8 @@ class RecordLog:
         record.total_s = time.monotonic() - record.arrived_s
         self._records.append(record)
         if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", json.dumps(record.as_dict()))
+            fields = record.as_dict()
+            logger.info("%s", json.dumps(fields), extra={"fields": fields})
 
     def recent(self) -> list[dict[str, Any]]:
         """The last ones."""

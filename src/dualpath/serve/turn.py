@@ -17,6 +17,7 @@ from dualpath.serve.metrics import FrontMetrics
 from dualpath.serve.modes import ModePlan
 from dualpath.serve.record import Record
 from dualpath.serve.reply import Reply
+from dualpath.serve.tempo import Tempo
 from dualpath.serve.upstream import Upstream
 
 
@@ -44,6 +45,7 @@ class Turn:
         deadline: loop time at which the request ends whatever happens.
         first: token 1, once the PE has sampled it for the client; a later try keeps it.
         committed: part of the DE's answer has been sent, so no other try is possible.
+        tempo: when the answer's tokens came.
     """
 
     rid: str
@@ -56,6 +58,7 @@ class Turn:
     prompt_ids: list[int] = field(default_factory=list)
     first: FirstToken | None = None
     committed: bool = False
+    tempo: Tempo = field(default_factory=Tempo)
 
     @property
     def answer_id(self) -> str:
