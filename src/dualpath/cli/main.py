@@ -11,6 +11,7 @@ from typer.exceptions import TyperException
 from dualpath import __version__
 from dualpath.cli.demo import demo_command
 from dualpath.cli.engine import engine_command
+from dualpath.cli.profile import profile_command
 from dualpath.cli.replay import replay_command
 from dualpath.cli.serve import serve_command
 from dualpath.cli.trace import trace_app
@@ -30,6 +31,7 @@ app.command("up")(up_command)
 app.command("serve")(serve_command)
 app.command("engine")(engine_command)
 app.command("replay")(replay_command)
+app.command("profile")(profile_command)
 app.command("demo")(demo_command)
 app.add_typer(trace_app, name="trace")
 

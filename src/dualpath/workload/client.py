@@ -67,6 +67,25 @@ class Endpoint:
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise RequestFailed(Failure.CONNECTION, f"{self.url}{path}: {error}") from None
 
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of a POST whose answer is not streamed.
+
+        Raises:
+            RequestFailed: no answer within ``timeout_s``.
+        """
+        data = msgspec.json.encode(body)
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._open.post(self.url + path, data=data) as response,
+            ):
+                return response.status, await response.read()
+        except TimeoutError:
+            text = f"{self.url}{path}: no answer within {timeout_s:g} s"
+            raise RequestFailed(Failure.DEADLINE, text) from None
+        except (aiohttp.ClientError, ValueError, OSError) as error:
+            raise RequestFailed(Failure.CONNECTION, f"{self.url}{path}: {error}") from None
+
     async def ask(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float, retries: int
     ) -> Answer:
