@@ -9,6 +9,7 @@ from typing import Any
 
 from dualpath.config import ClusterConfig, Mode, Role
 from dualpath.control.messages import Dropped
+from dualpath.serve.balance import Balance
 from dualpath.serve.body import Call
 from dualpath.serve.closing import Closer
 from dualpath.serve.control import ControlServer
@@ -47,6 +48,7 @@ class Front:
             stuck_s=config.scheduler.report_timeout + config.timeouts.layer,
             grace_s=_GRACE_TRANSFERS * config.timeouts.transfer,
         )
+        self.balance = Balance(config, self.members)
         self.dispatcher = Dispatcher(config, self.members)
         self.control = ControlServer(
             config,
@@ -91,6 +93,7 @@ class Front:
         for work in (
             self.dispatcher.run(),
             self.dispatcher.watch_silence(),
+            self.balance.run(),
             self.dispatcher.write_decisions(),
         ):
             task = asyncio.create_task(work)
@@ -179,11 +182,21 @@ class Front:
         return {
             "index_blocks": len(self.index),
             "weight_epoch": self.epoch.number,
+            "weight_epoch_settled": float(self.epoch.settled),
             "ready": float(self.ready),
-            "scheduler_waiting": self.dispatcher.waiting,
+            "scheduler_waiting_requests": self.dispatcher.waiting,
             "sessions_closing": len(self.closer),
             "decision_log_lines_lost": self.dispatcher.log_lines_lost,
+            **self.balance.figures(),
         }
+
+    def node_figures(self) -> dict[str, dict[str, float]]:
+        """Gauges of the nodes."""
+        return self.balance.by_node()
+
+    def expected(self) -> dict[str, int]:
+        """Engines that the description has, by role."""
+        return {role.value: len(self.config.engines(role)) for role in Role}
 
     def state(self) -> dict[str, Any]:
         """Everything that is held anywhere; all of it is zero when nothing is under way."""
