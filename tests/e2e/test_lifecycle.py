@@ -68,7 +68,9 @@ async def test_sampling_with_a_seed_equals_plain(front: Api, plain: Api) -> None
 async def test_several_answers_from_one_prompt(front: Api, plain: Api) -> None:
     """n = 3: each answer's blocks have keys of their own, and each can be continued."""
     await policy(front, "paper")
-    prompt = random_prompt(2 * BLOCK + 40)
+    # vLLM's CPU build dies of a seeded request whose prompt is cut over two steps (256 tokens),
+    # so all three copies must fit one.
+    prompt = random_prompt(BLOCK + 16)
     more = {"n": 3, "seed": 5, "temperature": 1.0}
     ours = (await front.complete(prompt, 90, **more))["choices"]
     theirs = (await plain.complete(prompt, 90, **more))["choices"]
