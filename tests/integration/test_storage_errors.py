@@ -12,7 +12,7 @@ from storage_kit import LAYOUT, ROOT, chain, content, empty, filled, leftovers, 
 
 from dualpath.storage import BlockStore, ReadStatus, StoreError, WriteStatus
 from dualpath.storage.nixl_module import find_nixl
-from dualpath.storage.writing import status_of
+from dualpath.storage.types import status_of
 
 pytestmark = pytest.mark.integration
 

@@ -15,7 +15,6 @@ from dualpath.blocks import BlockLayout
 from dualpath.storage import (
     BlockId,
     BlockStore,
-    CapacityNotEnforcedError,
     Limiter,
     ReadStatus,
     StoreClosedError,
@@ -184,7 +183,7 @@ def test_a_good_block_put_in_the_place_of_a_bad_one_stays(plain: BlockStore) -> 
     with path.open("rb") as bad:  # a reader has the bad file open ...
         path.unlink()
         path.write_bytes(good)  # ... when somebody publishes a good one
-        plain._reader._discard(path, bad.fileno(), "test")
+        plain._reader._discard(ROOT, blocks[0], path, bad.fileno(), "test")
     assert plain.read(ROOT, blocks, empty(1), soon()) == [ReadStatus.OK]
 
 
@@ -282,8 +281,8 @@ def test_no_blocks_is_no_work(store: BlockStore) -> None:
 
 
 def test_what_cannot_be_done_is_refused_at_open(tmp_path: Path) -> None:
-    with pytest.raises(CapacityNotEnforcedError, match="capacity"):
-        open_store(tmp_path, capacity_bytes=1 << 30)
+    with pytest.raises(StoreError, match="capacity: 100 bytes hold no block"):
+        open_store(tmp_path, capacity_bytes=100)
     with pytest.raises(StoreError, match="io must be"):
         open_store(tmp_path, io="fast")
     with pytest.raises(StoreError, match="direct must be"):

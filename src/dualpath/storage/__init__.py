@@ -6,7 +6,6 @@ from dualpath.storage.paths import scan_blocks
 from dualpath.storage.store import BlockStore
 from dualpath.storage.types import (
     BlockId,
-    CapacityNotEnforcedError,
     ReadStatus,
     StoreClosedError,
     StoreError,
@@ -17,7 +16,6 @@ from dualpath.storage.types import (
 __all__ = [
     "BlockId",
     "BlockStore",
-    "CapacityNotEnforcedError",
     "EpochFile",
     "EpochState",
     "Limiter",

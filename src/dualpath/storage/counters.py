@@ -13,7 +13,8 @@ class Counters:
     Names: ``storage_read_bytes``, ``storage_write_bytes`` (file bytes moved, headers included);
     ``storage_read_blocks_<status>``, ``storage_write_blocks_<status>``;
     ``storage_corrupt_removed``, ``storage_corrupt_kept`` (could not be removed);
-    ``storage_touch_failed`` (time of use could not be noted).
+    ``storage_touch_failed`` (time of use could not be noted); ``storage_evicted_blocks``,
+    ``storage_evicted_bytes``, ``storage_evict_failed`` (could not be removed).
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,10 @@ class Counters:
             self._totals[f"storage_read_blocks_{read.value}"] = 0
         for write in WriteStatus:
             self._totals[f"storage_write_blocks_{write.value}"] = 0
-        for name in ("corrupt_removed", "corrupt_kept", "touch_failed"):
+        for name in (
+            "corrupt_removed", "corrupt_kept", "touch_failed",
+            "evicted_blocks", "evicted_bytes", "evict_failed",
+        ):  # fmt: skip
             self._totals[f"storage_{name}"] = 0
 
     def add(self, name: str, amount: int = 1) -> None:

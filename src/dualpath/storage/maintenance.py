@@ -6,18 +6,22 @@ caller (who has the removed blocks in the result), or learns at the next read.
 
 from __future__ import annotations
 
-import heapq
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dualpath.storage.capacity import Ledger
+from dualpath.storage.forest import Forest, StoredFile
 from dualpath.storage.header import HEADER_BYTES, HeaderError, checksum, decode
-from dualpath.storage.paths import scan_entries
+from dualpath.storage.paths import block_path, scan_entries
+from dualpath.storage.room import Unlimited, settle_deadline
 from dualpath.storage.types import BlockId
 
+GC_DEADLINE_S: Final = 60.0
+"""How long ``gc`` waits for running engines to let it at the books."""
 _OPEN_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -67,71 +71,22 @@ class GcReport:
     kept_bytes: int
 
 
-@dataclass(slots=True)
-class _File:
-    root: bytes
-    block: BlockId
-    path: Path
-    size_bytes: int
-    used_s: float
-    children: int = 0
-
-
-@dataclass(slots=True)
-class _Forest:
-    files: dict[tuple[bytes, bytes], _File] = field(default_factory=dict)
-
-    @classmethod
-    def scan(cls, store: Path) -> _Forest:
-        forest = cls()
-        for root, block, entry in scan_entries(store):
-            try:
-                info = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue  # removed since it was listed
-            forest.files[root, block.key] = _File(
-                root, block, Path(entry.path), info.st_size, info.st_mtime
-            )
-        for file in forest.files.values():
-            parent = forest.files.get((file.root, file.block.parent))
-            if parent is not None:
-                parent.children += 1
-        return forest
-
-    def reachable(self) -> set[tuple[bytes, bytes]]:
-        """Blocks with all ancestors present, up to their root."""
-        known: dict[tuple[bytes, bytes], bool] = {}
-        for start in self.files:
-            path = []
-            at = start
-            while at not in known:
-                file = self.files.get(at)
-                if file is None:
-                    known[at] = at[1] == at[0]  # the root's digest is a first block's parent
-                    break
-                path.append(at)
-                at = (file.root, file.block.parent)
-            for step in path:
-                known[step] = known[at]
-        return {key for key in self.files if known[key]}
-
-
 def stats(store: str | Path) -> dict[bytes, RootStats]:
     """Sizes by namespace, by listing directories: no block is opened.
 
     Raises:
         OSError: a directory cannot be listed.
     """
-    forest = _Forest.scan(Path(store))
+    forest = Forest.scan(Path(store))
     reachable = forest.reachable()
-    by_root: dict[bytes, list[_File]] = {}
+    by_root: dict[bytes, list[StoredFile]] = {}
     for file in forest.files.values():
         by_root.setdefault(file.root, []).append(file)
     return {
         root: RootStats(
             blocks=len(files),
             stored_bytes=sum(file.size_bytes for file in files),
-            unreachable_blocks=sum((root, f.block.key) not in reachable for f in files),
+            unreachable_blocks=sum(f.name not in reachable for f in files),
             oldest_use_s=min(file.used_s for file in files),
             newest_use_s=max(file.used_s for file in files),
         )
@@ -148,9 +103,11 @@ def fsck(store: str | Path, *, repair: bool = False) -> FsckReport:
     Raises:
         OSError: a directory cannot be listed, or a block cannot be read or removed.
     """
+    store = Path(store)
     checked, removed = 0, 0
+    bad: list[tuple[Path, int]] = []
     corrupt: list[tuple[bytes, BlockId, str]] = []
-    for root, block, entry in list(scan_entries(Path(store))):
+    for root, block, entry in list(scan_entries(store)):
         path = Path(entry.path)
         try:
             reason = _fault(path, root, block)
@@ -160,8 +117,15 @@ def fsck(store: str | Path, *, repair: bool = False) -> FsckReport:
         if reason:
             corrupt.append((root, block, reason))
             if repair:
-                path.unlink(missing_ok=True)
-                removed += 1
+                bad.append((path, path.stat().st_ino))
+    with _room(store) as room:
+        for path, inode in bad:
+            with room.changing(settle_deadline()) as changes:
+                # A good block may have taken its place since it was read.
+                if path.exists() and path.stat().st_ino == inode:
+                    path.unlink()
+                    changes.uncertain()
+                    removed += 1
     return FsckReport(checked, corrupt, removed)
 
 
@@ -169,6 +133,8 @@ def gc(
     store: str | Path, target_bytes: int, *, min_age_s: float = 0.0, now_s: float | None = None
 ) -> GcReport:
     """Remove blocks until at most ``target_bytes`` are left.
+
+    What a running engine has pinned stays, where a capacity is kept (see ``capacity``).
 
     Order: unreachable blocks first, then the least recently used leaf, again and again: a block
     is never removed before its children, so what stays can all be hit.
@@ -180,41 +146,34 @@ def gc(
     Raises:
         OSError: a directory cannot be listed or a block not be removed.
     """
-    forest = _Forest.scan(Path(store))
+    store = Path(store)
     latest_s = (time.time() if now_s is None else now_s) - min_age_s
-    left = sum(file.size_bytes for file in forest.files.values())
+    if Ledger.exists(store):
+        with closing(Ledger.visit(store)) as ledger:
+            done = ledger.shrink(target_bytes, latest_s, time.monotonic() + GC_DEADLINE_S)
+        freed = sum(size for _root, _block, size in done.removed)
+        removed = [(root, block) for root, block, _size in done.removed]
+        return GcReport(removed, freed, done.left_bytes)
+    return _gc_plain(store, target_bytes, latest_s)
+
+
+def _gc_plain(store: Path, target_bytes: int, latest_s: float) -> GcReport:
+    """``gc`` where nobody keeps account."""
+    forest = Forest.scan(store)
     removed: list[tuple[bytes, BlockId]] = []
     freed = 0
-    for file in _victims(forest, latest_s):
-        if left <= target_bytes:
-            break
-        file.path.unlink(missing_ok=True)
+    while forest.total_bytes > target_bytes and (file := forest.pop_leaf()) is not None:
+        if file.used_s > latest_s:
+            continue
+        block_path(store, file.root, file.block).unlink(missing_ok=True)
+        forest.discard(*file.name)
         removed.append((file.root, file.block))
         freed += file.size_bytes
-        left -= file.size_bytes
-    return GcReport(removed, freed, left)
+    return GcReport(removed, freed, forest.total_bytes)
 
 
-def _victims(forest: _Forest, latest_s: float) -> Iterator[_File]:
-    """Blocks in the order in which they may go; the caller removes each before the next."""
-    reachable = forest.reachable()
-
-    def rank(file: _File) -> tuple[bool, float, bytes]:
-        return (file.root, file.block.key) in reachable, file.used_s, file.block.key
-
-    leaves = [(rank(file), file.root) for file in forest.files.values() if not file.children]
-    heapq.heapify(leaves)
-    while leaves:
-        (_reachable, used_s, key), root = heapq.heappop(leaves)
-        if used_s > latest_s:
-            continue
-        file = forest.files.pop((root, key))
-        yield file
-        parent = forest.files.get((root, file.block.parent))
-        if parent is not None:
-            parent.children -= 1
-            if not parent.children:
-                heapq.heappush(leaves, (rank(parent), root))
+def _room(store: Path) -> closing[Ledger | Unlimited]:
+    return closing(Ledger.visit(store) if Ledger.exists(store) else Unlimited(store))
 
 
 def _fault(path: Path, root: bytes, block: BlockId) -> str:

@@ -18,6 +18,7 @@ from dualpath.storage.header import HEADER_BYTES, HeaderError, checksum, decode
 from dualpath.storage.limiter import Limiter
 from dualpath.storage.memory import aligned_buffers
 from dualpath.storage.paths import block_path
+from dualpath.storage.room import Room, settle_deadline
 from dualpath.storage.tempdir import TempArea
 from dualpath.storage.types import BlockId, ReadStatus
 
@@ -37,6 +38,7 @@ class BlockReader:
         payload_bytes, slot_bytes: bytes of KV in a block, and of its slot.
         open_flags: added when a file is opened (O_DIRECT or 0).
         temp: where a corrupt file is moved before it is judged again; None: cannot be removed.
+        room: told of what is removed.
     """
 
     store: Path
@@ -48,6 +50,7 @@ class BlockReader:
     limiter: Limiter
     temp: TempArea | None
     counters: Counters
+    room: Room
 
     def read(
         self,
@@ -122,7 +125,7 @@ class BlockReader:
             if not stat.S_ISREG(info.st_mode):
                 status = ReadStatus.FAILED
             elif info.st_size != HEADER_BYTES + self.slot_bytes:
-                status = self._discard(path, fd, f"it has {info.st_size} bytes")
+                status = self._discard(root, block, path, fd, f"it has {info.st_size} bytes")
             else:
                 self._touch(fd, info.st_mtime)
                 return fd
@@ -146,13 +149,13 @@ class BlockReader:
         if code == ETIMEDOUT:
             return ReadStatus.EXPIRED
         if code == ENODATA:
-            return self._discard(path, fd, "it ended early")
+            return self._discard(root, block, path, fd, "it ended early")
         if code:
             log.warning("cannot read %s: %s", path, os.strerror(code))
             return ReadStatus.FAILED
         self.counters.add("storage_read_bytes", op.total_bytes)
         fault = self._fault(root, block, op)
-        return self._discard(path, fd, fault) if fault else ReadStatus.OK
+        return self._discard(root, block, path, fd, fault) if fault else ReadStatus.OK
 
     def _fault(self, root: bytes, block: BlockId, op: IoOp) -> str:
         try:
@@ -167,29 +170,33 @@ class BlockReader:
             return "payload checksum is wrong"
         return ""
 
-    def _discard(self, path: Path, fd: int, reason: str) -> ReadStatus:
+    def _discard(self, root: bytes, block: BlockId, path: Path, fd: int, reason: str) -> ReadStatus:
         """Remove the bad file, unless somebody has put a good one in its place since."""
         log.warning("corrupt block %s: %s", path, reason)
         try:
-            removed = self._remove_same(path, fd)
+            removed = self._remove_same(root, block, path, fd)
         except OSError as error:
             log.warning("corrupt block %s cannot be removed: %s", path, error.strerror)
             removed = False
         self.counters.add("storage_corrupt_removed" if removed else "storage_corrupt_kept")
         return ReadStatus.CORRUPT
 
-    def _remove_same(self, path: Path, fd: int) -> bool:
+    def _remove_same(self, root: bytes, block: BlockId, path: Path, fd: int) -> bool:
         if self.temp is None:
             return False
         aside = self.temp.new_path()
-        # Moved first and looked at then: between a look and an unlink it could be replaced.
-        try:
-            path.rename(aside)
-        except FileNotFoundError:
+        with self.room.changing(settle_deadline()) as changes:
+            # Moved first and looked at then: between a look and an unlink it could be replaced.
+            try:
+                path.rename(aside)
+            except FileNotFoundError:
+                return True
+            ours, moved = os.fstat(fd), aside.stat()
+            if (ours.st_dev, ours.st_ino) != (moved.st_dev, moved.st_ino):
+                aside.rename(path)
+                return True
+            aside.unlink()
+            changes.removed(root, block, moved.st_size)
+            if moved.st_size != HEADER_BYTES + self.slot_bytes:
+                changes.uncertain()
             return True
-        ours, moved = os.fstat(fd), aside.stat()
-        if (ours.st_dev, ours.st_ino) != (moved.st_dev, moved.st_ino):
-            aside.rename(path)
-            return True
-        aside.unlink()
-        return True

@@ -7,33 +7,37 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 from dualpath.blocks import KEY_BYTES, BlockLayout
 from dualpath.storage.blockio import BlockIO
+from dualpath.storage.capacity import Ledger
 from dualpath.storage.counters import Counters
+from dualpath.storage.header import HEADER_BYTES
 from dualpath.storage.limiter import Limiter
 from dualpath.storage.memory import check_slot
 from dualpath.storage.paths import BLOCKS_DIR, TMP_DIR, block_path, scan_blocks
 from dualpath.storage.probe import choose_direct, choose_io
 from dualpath.storage.reading import BlockReader
+from dualpath.storage.refusals import Gaps
+from dualpath.storage.room import Room, Unlimited, settle_deadline
 from dualpath.storage.tempdir import TempArea
 from dualpath.storage.types import (
     BlockId,
-    CapacityNotEnforcedError,
     ReadStatus,
     StoreClosedError,
     StoreError,
     WriteStatus,
+    status_of,
 )
 from dualpath.storage.writing import BlockWriter
 
 log = logging.getLogger(__name__)
 
 _SYNC_THREADS: Final = 8
-_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class BlockStore:
@@ -49,6 +53,7 @@ class BlockStore:
         io_name: ``nixl`` or ``threads``: what was chosen.
         direct: whether files are opened with O_DIRECT.
         writable: False when the directory could only be opened for reading.
+        capacity_bytes: most bytes in the store; 0 for no limit.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class BlockStore:
         writer: BlockWriter,
         counters: Counters,
         pool: ThreadPoolExecutor,
+        room: Room,
     ) -> None:
         """Use ``open``."""
         self.path = path
@@ -68,12 +74,14 @@ class BlockStore:
         self.io_name = io.name
         self.direct = bool(reader.open_flags & os.O_DIRECT)
         self.writable = temp is not None
+        self.capacity_bytes = room.capacity_bytes
         self._io = io
         self._temp = temp
         self._reader = reader
         self._writer = writer
         self._counters = counters
         self._pool = pool
+        self._room = room
         self._closed = False
 
     @classmethod
@@ -99,48 +107,47 @@ class BlockStore:
             fsync: wait for stable storage before a block becomes visible.
             batch_blocks: most blocks in one submission.
             read_limiter, write_limiter: the node's storage NIC; unlimited when None.
-            capacity_bytes: must be 0 for now.
+            capacity_bytes: most bytes in published and private files together, the same for all
+                processes that share the store; 0 for no limit. What is too much is evicted here.
 
         Raises:
-            CapacityNotEnforcedError: a capacity is set.
             UnsupportedIoError: ``io`` or ``direct`` demands what does not work here.
             StoreError: the directory cannot be used, or an argument is wrong.
         """
-        # Capacity belongs here: a ledger shared by the processes, asked before each draft is
-        # made and told of each publish, eviction by maintenance.gc's order.
-        if capacity_bytes:
-            raise CapacityNotEnforcedError(
-                f"storage.capacity: {capacity_bytes} bytes are asked for, but no limit is "
-                "enforced yet; set it to '0B' and use gc to make room"
-            )
         if batch_blocks < 1:
             raise StoreError(f"batch_blocks must be at least 1, got {batch_blocks}")
+        file_bytes = HEADER_BYTES + layout.slot_bytes
+        if 0 < capacity_bytes < file_bytes:
+            raise StoreError(
+                f"storage.capacity: {capacity_bytes} bytes hold no block of {file_bytes} bytes"
+            )
         store = Path(path).absolute()
-        temp = _prepare(store)
-        try:
+        temp, closed_status = _prepare(store)
+        counters = Counters()
+        with ExitStack() as undo:
+            if temp is not None:
+                undo.callback(temp.close)
+            room = undo.enter_context(closing(_room(store, capacity_bytes, temp, counters)))
             use_direct = choose_direct(direct, temp)
             method = choose_io(io, temp, use_direct, batch_blocks)
-        except StoreError:
-            if temp is not None:
-                temp.close()
-            raise
+            undo.pop_all()  # from here on they belong to the store
         flags = os.O_DIRECT if use_direct else 0
-        counters = Counters()
         pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="dualpath-sync")
         reader = BlockReader(
             store, layout.full_block_bytes, layout.slot_bytes, method, flags, batch_blocks,
-            read_limiter or Limiter.unlimited(), temp, counters,
+            read_limiter or Limiter.unlimited(), temp, counters, room,
         )  # fmt: skip
         writer = BlockWriter(
             store, layout, method, flags, fsync, batch_blocks,
-            write_limiter or Limiter.unlimited(), temp, counters, pool,
+            write_limiter or Limiter.unlimited(), temp, counters, pool, room,
+            Gaps(store), closed_status=closed_status,
         )  # fmt: skip
         log.info(
-            "store %s: io %s, O_DIRECT %s, fsync %s, %s", store, method.name,
+            "store %s: io %s, O_DIRECT %s, fsync %s, %s, capacity %s", store, method.name,
             "on" if use_direct else "off", "on" if fsync else "off",
-            "writable" if temp else "read-only",
+            "writable" if temp else "read-only", capacity_bytes or "unlimited",
         )  # fmt: skip
-        return cls(store, layout, method, temp, reader, writer, counters, pool)
+        return cls(store, layout, method, temp, reader, writer, counters, pool, room)
 
     def __enter__(self) -> BlockStore:
         return self
@@ -190,7 +197,9 @@ class BlockStore:
         """Store ``slots[i]`` as ``blocks[i]``, whole or not at all.
 
         Publishing what is stored already is a success (``PRESENT``) and moves no bytes. The
-        slots must not change while the call lasts. A private file never outlives the call.
+        slots must not change while the call lasts. A private file never outlives the call. With
+        a capacity, room is made by evicting the least recently used blocks without children;
+        ``take_evicted`` names them.
 
         Args, Raises: as ``read``.
 
@@ -214,11 +223,36 @@ class BlockStore:
             OSError: it is there and cannot be removed.
         """
         self._check_open()
-        try:
-            block_path(self.path, root, block).unlink()
-        except FileNotFoundError:
-            return False
+        path = block_path(self.path, root, block)
+        with self._room.changing(settle_deadline()) as changes:
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                return False
+            path.unlink()
+            changes.removed(root, block, size)
         return True
+
+    def pin(self, root: bytes, key: bytes, deadline: float) -> None:
+        """Keep a block from eviction, by any process, until ``unpin`` or the end of this process.
+
+        A parent never goes before its children, so this keeps the whole chain up to the block. It
+        need not be there. Pins count. Without a capacity nothing is evicted and this does nothing.
+
+        Raises:
+            OSError: the capacity's books cannot be used before ``deadline``; nothing is pinned.
+        """
+        self._check_open()
+        self._room.pin(root, key, deadline)
+
+    def unpin(self, root: bytes, key: bytes) -> None:
+        """Undo one ``pin``."""
+        self._check_open()
+        self._room.unpin(root, key)
+
+    def take_evicted(self) -> dict[bytes, list[bytes]]:
+        """Keys, by root, of what this object has evicted since the last call."""
+        return self._room.take_evicted()
 
     def counters(self) -> dict[str, int]:
         """Monotonic totals of this open store; ``Counters`` lists the names."""
@@ -231,6 +265,7 @@ class BlockStore:
         self._closed = True
         self._io.close()
         self._pool.shutdown(wait=True)
+        self._room.close()
         if self._temp is not None:
             self._temp.close()
 
@@ -250,13 +285,26 @@ class BlockStore:
         return [check_slot(slot, self.layout.slot_bytes) for slot in slots]
 
 
-def _prepare(store: Path) -> TempArea | None:
-    """Make the store's folders; the private one, or None when only reading is possible."""
+def _prepare(store: Path) -> tuple[TempArea | None, WriteStatus]:
+    """Make the store's folders; the private one, or None and the reason when blocks can only be
+    read."""
     try:
         (store / BLOCKS_DIR).mkdir(parents=True, exist_ok=True)
-        return TempArea.create(store / TMP_DIR)
+        return TempArea.create(store / TMP_DIR), WriteStatus.FAILED
     except OSError as error:
-        if error.errno in _READ_ONLY and (store / BLOCKS_DIR).is_dir():
-            log.warning("store %s can only be read: %s", store, error.strerror)
-            return None
+        status = status_of(error.errno or errno.EIO)
+        refused = status in (WriteStatus.READ_ONLY, WriteStatus.FULL)
+        if refused and (store / BLOCKS_DIR).is_dir():
+            log.warning(
+                "store %s can only be read until it is opened again: %s", store, error.strerror
+            )
+            return None, status
         raise StoreError(f"storage.path: {store} cannot be used: {error.strerror}") from error
+
+
+def _room(store: Path, capacity_bytes: int, temp: TempArea | None, counters: Counters) -> Room:
+    if temp is None:
+        return Unlimited(store)  # nothing is written, and nothing can be removed
+    if capacity_bytes or Ledger.exists(store):
+        return Ledger.open(store, capacity_bytes, temp, counters)
+    return Unlimited(store)

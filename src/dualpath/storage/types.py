@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import enum
+import errno
 from dataclasses import dataclass
+from typing import Final
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class WriteStatus(enum.Enum):
     PRESENT = "present"
     """Somebody had published it already."""
     FULL = "full"
-    """No room: disk, quota or file size limit."""
+    """No room: capacity, disk, quota or file size limit."""
     READ_ONLY = "read_only"
     """The file system or its permissions do not let us write."""
     FAILED = "failed"
@@ -50,16 +55,21 @@ class WriteStatus(enum.Enum):
     """Not started, because it could not end before the deadline."""
 
 
+def status_of(code: int) -> WriteStatus:
+    """What an errno means to whoever wanted the block stored."""
+    if code in _FULL:
+        return WriteStatus.FULL
+    if code in _READ_ONLY:
+        return WriteStatus.READ_ONLY
+    return WriteStatus.EXPIRED if code == errno.ETIMEDOUT else WriteStatus.FAILED
+
+
 class StoreError(RuntimeError):
     """The store cannot be used as asked; the message says what to change."""
 
 
 class StoreClosedError(StoreError):
     """A call came after ``close()``."""
-
-
-class CapacityNotEnforcedError(StoreError):
-    """A capacity was configured, and this version does not enforce one."""
 
 
 class UnsupportedIoError(StoreError):

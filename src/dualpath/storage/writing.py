@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from errno import EIO, ETIMEDOUT
+from errno import EIO
 from pathlib import Path
 from typing import Final
 
@@ -22,23 +22,14 @@ from dualpath.storage.header import HEADER_BYTES, BlockHeader, checksum
 from dualpath.storage.limiter import Limiter
 from dualpath.storage.memory import aligned_buffers
 from dualpath.storage.paths import BLOCKS_DIR, block_dir, block_path
+from dualpath.storage.refusals import Gaps, Refusals
+from dualpath.storage.room import Changes, Room, Ticket, settle_deadline
 from dualpath.storage.tempdir import TempArea
-from dualpath.storage.types import BlockId, WriteStatus
+from dualpath.storage.types import BlockId, WriteStatus, status_of
 
 log = logging.getLogger(__name__)
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
-
-
-def status_of(code: int) -> WriteStatus:
-    """What an errno means to whoever wanted the block stored."""
-    if code in _FULL:
-        return WriteStatus.FULL
-    if code in _READ_ONLY:
-        return WriteStatus.READ_ONLY
-    return WriteStatus.EXPIRED if code == ETIMEDOUT else WriteStatus.FAILED
 
 
 def fingerprint(layout: BlockLayout) -> str:
@@ -69,6 +60,9 @@ class BlockWriter:
         open_flags: added when a file is opened (O_DIRECT or 0).
         fsync: whether a block must be on stable storage before it becomes visible.
         temp: where private files go; None when the store cannot be written.
+        closed_status: what becomes of every block while ``temp`` is None.
+        room: asked before a private file is made.
+        gaps: blocks that got no room lately.
         pool: threads that wait for fsync; the file system joins concurrent ones.
     """
 
@@ -82,6 +76,10 @@ class BlockWriter:
     temp: TempArea | None
     counters: Counters
     pool: ThreadPoolExecutor
+    room: Room
+    gaps: Gaps
+    refusals: Refusals = field(default_factory=Refusals)
+    closed_status: WriteStatus = WriteStatus.READ_ONLY
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _durable_dirs: set[Path] = field(default_factory=set)
 
@@ -100,14 +98,36 @@ class BlockWriter:
         for start in range(0, len(blocks), step):
             part = slice(start, start + step)
             if self.temp is None:
-                statuses += [WriteStatus.READ_ONLY] * len(blocks[part])
+                statuses += [self.closed_status] * len(blocks[part])
             elif time.monotonic() >= deadline:
                 statuses += [WriteStatus.EXPIRED] * len(blocks[part])
             else:
-                statuses += self._write_batch(
+                statuses += self._write_reachable(
                     self.temp, root, blocks[part], slots[part], headers, deadline
                 )
         self.counters.add_statuses(statuses)
+        self.refusals.note(self.store, statuses)
+        return statuses
+
+    def _write_reachable(
+        self,
+        temp: TempArea,
+        root: bytes,
+        blocks: Sequence[BlockId],
+        slots: Sequence[memoryview],
+        headers: Sequence[memoryview],
+        deadline: float,
+    ) -> list[WriteStatus]:
+        """Write those blocks that do not stand on one that got no room."""
+        behind = self.gaps.behind(root, blocks)
+        tried = [index for index in range(len(blocks)) if index not in behind]
+        statuses = [WriteStatus.FULL] * len(blocks)
+        outcomes = self._write_batch(
+            temp, root, [blocks[i] for i in tried], [slots[i] for i in tried], headers, deadline
+        )
+        for index, status in zip(tried, outcomes, strict=True):
+            statuses[index] = status
+        self.gaps.note(root, blocks, statuses)
         return statuses
 
     def _write_batch(
@@ -119,47 +139,54 @@ class BlockWriter:
         headers: Sequence[memoryview],
         deadline: float,
     ) -> list[WriteStatus]:
-        statuses = [WriteStatus.PRESENT] * len(blocks)
-        absent = [i for i, block in enumerate(blocks) if not self._present(root, block)]
-        if not absent:
-            return statuses
         file_bytes = HEADER_BYTES + self.layout.slot_bytes
-        passed_s = self.limiter.reserve(len(absent) * file_bytes, deadline)
-        if passed_s is None:
-            for index in absent:
-                statuses[index] = WriteStatus.EXPIRED
-            return statuses
-        with self._drafts(temp) as drafts:
-            for index in absent:
-                made = self._draft(temp, root, blocks[index], headers[index], slots[index])
-                if isinstance(made, WriteStatus):
-                    statuses[index] = made
-                else:
-                    drafts[index] = made
-            self._fill(drafts, deadline)
-            self.limiter.wait_until(passed_s)
-            for index, draft in drafts.items():
-                statuses[index] = (
-                    status_of(draft.code) if draft.code else self._publish(root, draft)
-                )
+        for block in blocks:
+            self._clear_damaged(root, block)
+        # The ticket outlives the private files: room is given back when they are gone.
+        with self.room.admit(root, blocks, file_bytes, deadline) as ticket:
+            statuses = [status or WriteStatus.EXPIRED for status in ticket.statuses]
+            wanted = [i for i, status in enumerate(ticket.statuses) if status is None]
+            if wanted:
+                passed_s = self.limiter.reserve(len(wanted) * file_bytes, deadline)
+                if passed_s is None:
+                    return statuses
+                with self._drafts(temp) as drafts:
+                    for index in wanted:
+                        made = self._draft(temp, root, blocks[index], headers[index], slots[index])
+                        if isinstance(made, WriteStatus):
+                            statuses[index] = made
+                        else:
+                            drafts[index] = made
+                    self._fill(drafts, deadline)
+                    self.limiter.wait_until(passed_s)
+                    for index, status in self._publish_all(root, drafts, ticket, deadline).items():
+                        statuses[index] = status
+            # Inside: a block that is said to be there must not be evicted before its name is safe.
             self._sync_dirs(root, blocks, statuses)
         return statuses
 
-    def _present(self, root: bytes, block: BlockId) -> bool:
+    def _clear_damaged(self, root: bytes, block: BlockId) -> None:
+        """A file of a wrong size can only be damaged; it would keep the good one out for ever."""
         path = block_path(self.store, root, block)
+        if not self._is_damaged(path):
+            return
         try:
-            size = path.stat().st_size
-        except OSError:
-            return False  # absent, or whatever it is will show when we try to write
-        if size == HEADER_BYTES + self.layout.slot_bytes:
-            return True
-        # A file of a wrong size can only be damaged; it would keep the good one out for ever.
-        log.warning("block %s has %d bytes: replacing it", path, size)
-        try:
-            path.unlink()
+            with self.room.changing(settle_deadline()) as changes:
+                if self._is_damaged(path):
+                    log.warning("block %s has a wrong length: replacing it", path)
+                    changes.uncertain()
+                    try:
+                        path.unlink()
+                    except OSError as error:
+                        log.warning("block %s cannot be removed: %s", path, error.strerror)
         except OSError as error:
             log.warning("block %s cannot be removed: %s", path, error.strerror)
-        return False
+
+    def _is_damaged(self, path: Path) -> bool:
+        try:
+            return path.stat().st_size != HEADER_BYTES + self.layout.slot_bytes
+        except OSError:
+            return False  # absent, or whatever it is will show when we try to write
 
     @contextmanager
     def _drafts(self, temp: TempArea) -> Iterator[dict[int, _Draft]]:
@@ -185,7 +212,7 @@ class BlockWriter:
         try:
             fd = os.open(path, flags, 0o666)
         except OSError as error:
-            log.warning("cannot create %s: %s", path, error.strerror)
+            log.debug("cannot create %s: %s", path, error.strerror)
             return status_of(error.errno or EIO)
         header[:] = BlockHeader(
             root, block.key, block.parent, self.layout.full_block_bytes, self.layout.slot_bytes,
@@ -200,7 +227,7 @@ class BlockWriter:
         for draft, code in zip(pending, codes, strict=True):
             draft.code = code
             if code:
-                log.warning("cannot write %s: %s", draft.path, os.strerror(code))
+                log.debug("cannot write %s: %s", draft.path, os.strerror(code))
             else:
                 self.counters.add("storage_write_bytes", draft.op.total_bytes)
         written = [draft for draft in pending if not draft.code]
@@ -219,7 +246,23 @@ class BlockWriter:
             return error.errno or EIO
         return 0
 
-    def _publish(self, root: bytes, draft: _Draft) -> WriteStatus:
+    def _publish_all(
+        self, root: bytes, drafts: dict[int, _Draft], ticket: Ticket, deadline: float
+    ) -> dict[int, WriteStatus]:
+        statuses = {i: status_of(draft.code) for i, draft in drafts.items() if draft.code}
+        whole = {i: draft for i, draft in drafts.items() if not draft.code}
+        if not whole:
+            return statuses
+        try:
+            with self.room.changing(deadline) as changes:
+                for index, draft in whole.items():
+                    statuses[index] = self._publish(root, draft, changes, ticket)
+        except OSError as error:
+            log.warning("%s: %d blocks are not published: %s", self.store, len(whole), error)
+            statuses |= dict.fromkeys(whole, status_of(error.errno or EIO))
+        return statuses
+
+    def _publish(self, root: bytes, draft: _Draft, changes: Changes, ticket: Ticket) -> WriteStatus:
         """Give the finished file its name: the one step that makes it visible."""
         path = block_path(self.store, root, draft.block)
         try:
@@ -231,8 +274,9 @@ class BlockWriter:
         except FileExistsError:
             return WriteStatus.PRESENT
         except OSError as error:
-            log.warning("cannot publish %s: %s", path, error.strerror)
+            log.debug("cannot publish %s: %s", path, error.strerror)
             return status_of(error.errno or EIO)
+        changes.published(root, draft.block, draft.op.total_bytes, ticket)
         return WriteStatus.PUBLISHED
 
     @staticmethod
@@ -242,8 +286,10 @@ class BlockWriter:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # No hard links here. Renaming may replace a block that another process published a
-            # moment ago, with one that means the same.
+            # No hard links here. Where nobody keeps account (and so a lock), renaming may replace
+            # a block that another process published a moment ago, with one that means the same.
+            if target.exists():
+                raise FileExistsError(errno.EEXIST, "published already") from None
             source.rename(target)
 
     def _make_dirs(self, root: bytes, block: BlockId) -> None:
