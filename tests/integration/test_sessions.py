@@ -15,10 +15,11 @@ from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dualpath.blocks import BlockLayout, KeyRoot, chain_keys
-from dualpath.config import ClusterConfig, Role, parse
+from dualpath.config import ClusterConfig, Role, Size, parse
 from dualpath.control.channel import Channel
 from dualpath.control.messages import (
     Allocated,
@@ -249,9 +250,20 @@ class Pair:
         self.front, self.pe, self.de = front, pe, de
 
     async def turn(
-        self, rid: str, tokens: list[int], hit: int, pe_reads: int, answer: list[int]
+        self,
+        rid: str,
+        tokens: list[int],
+        hit: int,
+        pe_reads: int,
+        answer: list[int],
+        *,
+        load_first: bool = False,
     ) -> tuple[list[bytes], list[bytes]]:
-        """One request; returns the prompt's bytes in the PE's cache and in the DE's."""
+        """One request; returns the prompt's bytes in the PE's cache and in the DE's.
+
+        Args:
+            load_first: vLLM's request is at the DE before the front's word to use the buffer.
+        """
         keys = chain_keys(ROOT, tokens, 64)
         engine_blocks = list(range(2 * LAYOUT.blocks_for_tokens(len(tokens))))
         pe_blocks = [block + 3 for block in engine_blocks]
@@ -265,9 +277,15 @@ class Pair:
         done = await self.front.expect("pe0", PrefillDone)
         assert isinstance(done, PrefillDone)
         assert not done.error
+        if load_first:
+            loading = asyncio.create_task(self.de.load(rid, de_blocks))
+            await asyncio.sleep(0.05)
+            assert not loading.done()
         self.front.send("de0", GoDecode(rid=rid, attempt=0, good_blocks=hit))
-        await asyncio.sleep(0.05)
-        await self.de.load(rid, de_blocks)
+        if not load_first:
+            await asyncio.sleep(0.05)
+            loading = asyncio.create_task(self.de.load(rid, de_blocks))
+        await loading
         session = await self.de.session(rid)
         assert isinstance(session, DecodeSession)
         whole = tokens + answer
@@ -312,8 +330,13 @@ def cluster(tmp_path: Path, **buffers: str) -> ClusterConfig:
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    async with running(cluster(tmp_path), tmp_path) as started:
+        yield started
+
+
+@contextlib.asynccontextmanager
+async def running(config: ClusterConfig, tmp_path: Path) -> AsyncIterator[Pair]:
     async with ScriptedFront() as front:
-        config = cluster(tmp_path)
         pe = Engine(config, Role.PREFILL, front.address, tmp_path)
         de = Engine(config, Role.DECODE, front.address, tmp_path)
         for engine in (pe, de):
@@ -353,6 +376,14 @@ async def test_bytes_survive_the_round_trip(pair: Pair, share: float) -> None:
     assert counters.get("d2_bytes", 0) == (hit - int(hit * share)) * full
 
 
+async def test_a_load_waits_for_the_word_to_use_the_buffer(pair: Pair) -> None:
+    """The two come over different connections. Given up, the prompt would be computed again,
+    and a seeded request would draw other tokens than one engine does."""
+    tokens = list(range(130))
+    pe, de = await pair.turn("r", tokens, 0, 0, [1, 2, 3], load_first=True)
+    assert pe == de
+
+
 def by_block(content: list[bytes]) -> list[tuple[bytes, ...]]:
     per_layer = len(content) // LAYOUT.num_layers
     return [tuple(content[block::per_layer]) for block in range(per_layer)]
@@ -372,6 +403,30 @@ async def test_corrupt_block_shortens_the_hit(pair: Pair, tmp_path: Path) -> Non
         assert not file.exists()
         assert keys[2] in pair.front.dropped
         pair.front.dropped.clear()
+
+
+async def test_a_full_store_evicts_and_the_front_is_told(tmp_path: Path) -> None:
+    config = cluster(tmp_path)
+    room = 8 * (4096 + LAYOUT.slot_bytes)
+    storage = msgspec.structs.replace(config.storage, capacity=Size(room))
+    async with running(msgspec.structs.replace(config, storage=storage), tmp_path) as pair:
+        tokens, other = list(range(64 * 4 + 1)), list(range(500, 500 + 64 * 6 + 1))
+        await pair.turn("first", tokens, 0, 0, answer=[])
+        keys = chain_keys(ROOT, tokens, 64)
+        await pair.turn("second", other, 0, 0, answer=[])
+        assert pair.front.dropped == set(keys[2:])
+        assert sum(1 for _ in (tmp_path / "store" / "blocks").rglob("*.*")) == 8
+        # What a prompt under way stands on stays, by whichever side it is read.
+        assert await pair.front.open("under way", keys, len(tokens), 2, 1) == (1, 1)
+        await pair.turn("third", list(range(900, 900 + 64 * 6 + 1)), 0, 0, answer=[])
+        assert pair.front.dropped == {*keys[2:], *chain_keys(ROOT, other, 64)}
+        await pair.front.close("under way")
+        more = list(range(2000, 2000 + 64 * 8))
+        await pair.turn("fourth", more, 0, 0, answer=[])
+        assert set(keys) <= pair.front.dropped
+        counters = (await pair.front.idle("de0")).stats.counters
+        assert counters["storage_evicted_blocks"] == 4 + 6 + 6
+    assert not list((tmp_path / "store" / "tmp").iterdir())
 
 
 async def test_close_at_every_stage_leaves_nothing(pair: Pair) -> None:

@@ -8,6 +8,7 @@ front says that the PE is done (``GoDecode``) or that it will never write again 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
@@ -62,11 +63,14 @@ class DecodeSession:
         self._persister: asyncio.Task[None] | None = None
         self._skipped = 0
         self._ready = False
+        self._went = asyncio.Event()
         self._loaded = 0
         self._expects_vllm = True
         self._ended = 0
         self._durable_sent = False
         self._closing = False
+        self._pinned: bytes | None = None
+        self._to_store: frozenset[int] = frozenset()
         self.closed = asyncio.Event()
 
     # ---- opening ----------------------------------------------------------------------------
@@ -101,6 +105,9 @@ class DecodeSession:
         services.send(
             Allocated(rid=self.spec.rid, attempt=self.spec.attempt, slots=slots, wait_s=wait_s)
         )
+        if self.spec.hit_blocks and self._lease is not None:
+            # For both sides and until the end: what is computed now is to stand on it.
+            await self._pin(self.spec.keys[self.spec.hit_blocks - 1])
         start = time.monotonic()
         good = self._last - self._first
         if good and self._lease is not None:
@@ -119,6 +126,18 @@ class DecodeSession:
             )
         )
 
+    async def _pin(self, key: bytes) -> None:
+        """Keep the stored chain up to ``key`` from eviction, instead of the one so far."""
+        before, self._pinned = self._pinned, key
+        await self._services.pin_chain(self.spec.root, key)
+        if before is not None:
+            self._services.unpin_chain(self.spec.root, before)
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._services.unpin_chain(self.spec.root, self._pinned)
+            self._pinned = None
+
     # ---- the buffer is complete ------------------------------------------------------------------
 
     def go(self, good_blocks: int, *, decode: bool) -> None:
@@ -126,6 +145,7 @@ class DecodeSession:
         if self._ready or self._closing:
             return
         self._ready = True
+        self._went.set()
         self._expects_vllm = decode
         if self._remote_io is not None:
             self._remote_io.end()
@@ -134,6 +154,8 @@ class DecodeSession:
         if full > good_blocks:
             ids = block_ids(self.spec.root, self.spec.keys, good_blocks, full)
             self._begin_persist()
+            if self._lease is not None:
+                self._to_store = frozenset(self._lease.slots[good_blocks:full])
             self._spawn(self._persist_prompt(ids, good_blocks, full), f"persist {self.owner}")
         if not decode:
             self._maybe_release()
@@ -148,7 +170,11 @@ class DecodeSession:
                     self.spec.root, ids, self._lease, self._lease.slots[first:last],
                     self._services.buffer,
                 )  # fmt: skip
+                if not self._skipped:
+                    await self._pin(ids[-1].key)
         finally:
+            self._to_store = frozenset()
+            self._maybe_release()
             self._end_persist()
 
     def _announce(self, ids: Sequence[BlockId]) -> None:
@@ -177,6 +203,11 @@ class DecodeSession:
         if self.spec.bypass:
             load.advance(layers)
             return
+        # vLLM's request and the front's word that the buffer is complete come over different
+        # connections: either may be first.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(services.timeouts.layer):
+                await self._went.wait()
         if not self._ready or self._lease is None:
             load.fail("the decode buffer does not hold this prompt")
             return
@@ -197,11 +228,11 @@ class DecodeSession:
 
     def _maybe_release(self) -> None:
         """The buffer is given back once its bytes are in the cache (or never will be needed);
-        slots that are still being written to storage stay owned until that is over."""
+        slots that are being written to storage, or will be, stay owned until that is over."""
         if self._lease is None or self._loads or not self._ready:
             return
         if self._loaded >= self._sequences or self._vllm_over or not self._expects_vllm:
-            self._lease.release()
+            self._lease.release(self._lease.held - self._to_store)
 
     @property
     def _vllm_over(self) -> bool:
@@ -367,6 +398,7 @@ class DecodeSession:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+        self._unpin()
         if remote_over:
             await self.remote_gone()
         self.closed.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,6 +20,8 @@ from dualpath.transfer.hbm import CopyEngine, DeviceCache, Run
 from dualpath.transfer.loads import LayerLoad
 from dualpath.transfer.memory import Region
 from dualpath.transfer.slots import Lease, SlotPool
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -56,8 +59,8 @@ class Services:
         staging: a PE's landing memory (Layer Blocks) or a DE's persist memory (Full Blocks).
         send: queues a message to the front.
         on_crash: takes the engine out of service when a background task dies unexpectedly.
-        readers, writers, copiers: one thread each. Storage reads of different requests take
-            turns batch by batch, because each batch is queued separately.
+        readers, writers, copiers, pinners: one thread each. Storage reads of different requests
+            take turns batch by batch, because each batch is queued separately.
         read_queue_tokens: tokens waiting in, or being read by, storage reads.
     """
 
@@ -76,6 +79,7 @@ class Services:
     peers: dict[str, PeerInfo] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     read_queue_tokens: int = 0
+    _unpinned: list[tuple[bytes, bytes]] = field(default_factory=list)
     readers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "dualpath-read")
     )
@@ -84,6 +88,9 @@ class Services:
     )
     copiers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "dualpath-copy")
+    )
+    pinners: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "dualpath-pin")
     )
 
     def spawn(
@@ -111,6 +118,34 @@ class Services:
         future = asyncio.get_running_loop().run_in_executor(pool, work)
         future.add_done_callback(lambda _: token.end())
         return await asyncio.shield(future)
+
+    async def pin_chain(self, root: bytes, key: bytes) -> None:
+        """Keep the stored chain up to ``key`` from eviction until ``unpin_chain``, which must
+        follow even when this is cancelled. Serving goes on when it cannot be done."""
+
+        def work() -> None:
+            try:
+                self.store.pin(root, key, time.monotonic() + self.timeouts.storage)
+            except OSError as error:
+                # Nothing was pinned; an eviction in time would show as a missing block.
+                self._unpinned.append((root, key))
+                logger.warning("a chain is not protected from eviction: %s", error)
+
+        if self.store.capacity_bytes:
+            future = asyncio.get_running_loop().run_in_executor(self.pinners, work)
+            await asyncio.shield(future)
+
+    def unpin_chain(self, root: bytes, key: bytes) -> None:
+        """Undo one ``pin_chain``. The same thread does both, in this order."""
+
+        def work() -> None:
+            if (root, key) in self._unpinned:
+                self._unpinned.remove((root, key))
+            else:
+                self.store.unpin(root, key)
+
+        if self.store.capacity_bytes:
+            self.pinners.submit(work)
 
     async def read_blocks(
         self, root: bytes, blocks: Sequence[BlockId], lease: Lease, slots: Sequence[int]
@@ -179,6 +214,9 @@ class Services:
                 )
 
             statuses = await self._in_thread(self.writers, lease, taken, work)
+            # Before what was published: a block may have gone and come back.
+            for evicted_root, keys in self.store.take_evicted().items():
+                self.send(Dropped(root=evicted_root, keys=keys, reason="EVICTED"))
             durable = []
             for block, status in zip(batch, statuses, strict=True):
                 if status in (WriteStatus.PUBLISHED, WriteStatus.PRESENT):
@@ -209,7 +247,7 @@ class Services:
 
     def shutdown(self) -> None:
         """Stop the threads; what they are doing ends first."""
-        for pool in (self.readers, self.writers, self.copiers):
+        for pool in (self.readers, self.writers, self.copiers, self.pinners):
             pool.shutdown(wait=True, cancel_futures=True)
 
 
