@@ -14,6 +14,7 @@ from dualpath.cli.engine import engine_command
 from dualpath.cli.profile import profile_command
 from dualpath.cli.replay import replay_command
 from dualpath.cli.serve import serve_command
+from dualpath.cli.store import store_app
 from dualpath.cli.trace import trace_app
 from dualpath.cli.up import up_command
 from dualpath.config import ConfigError
@@ -34,6 +35,7 @@ app.command("replay")(replay_command)
 app.command("profile")(profile_command)
 app.command("demo")(demo_command)
 app.add_typer(trace_app, name="trace")
+app.add_typer(store_app, name="store")
 
 
 def _version(wanted: bool) -> None:

@@ -94,6 +94,28 @@ def stats(store: str | Path) -> dict[bytes, RootStats]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What the processes that hold a capacity have entered; see ``capacity``."""
+
+    published_bytes: int
+    reserved_bytes: int
+
+
+def books(store: str | Path) -> Books | None:
+    """The capacity's account; None where nobody keeps one.
+
+    Raises:
+        OSError: it cannot be used, or is held by another process for too long.
+    """
+    store = Path(store)
+    if not Ledger.exists(store):
+        return None
+    with closing(Ledger.visit(store)) as ledger:
+        totals = ledger.usage(settle_deadline())
+    return Books(totals.published_bytes, totals.reserved_bytes)
+
+
 def fsck(store: str | Path, *, repair: bool = False) -> FsckReport:
     """Read every block and verify name, header, length and checksum.
 
