@@ -108,6 +108,8 @@ class FakeEngine:
         self.break_stream_after: int | None = None
         self.hbm_tokens = 10_000
         self.read_bytes = 0
+        self.read_queue_tokens = 0
+        self.counters: dict[str, float] = {}
         self.report_interval_s = 0.02
         self._gates: dict[str, asyncio.Event] = {}
         self._channel: Channel[Any] | None = None
@@ -126,7 +128,7 @@ class FakeEngine:
         self.incarnation = secrets.token_hex(4)
         # Its death has to be a real one: the front asks the kernel.
         self._process = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220 - a few milliseconds
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[_refuse_malformed])
         app.router.add_get("/health", self._health)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._completions)
@@ -240,7 +242,8 @@ class FakeEngine:
             hbm_tokens_total=self.hbm_tokens if self.role is Role.DECODE else 0,
             buffer_slots_total=64,
             sessions=len(self.sessions),
-            counters={"storage_read_bytes": float(self.read_bytes)},
+            read_queue_tokens=self.read_queue_tokens,
+            counters={"storage_read_bytes": float(self.read_bytes), **self.counters},
         )
 
     async def _report(self, channel: Channel[Any]) -> None:
@@ -480,7 +483,10 @@ class FakeEngine:
                     request.transport.abort()
                     return response
                 last = index == len(answer) - 1
-                await _event(response, render.token(token, index + 1, finish if last else None))
+                for choice in range(body.get("n") or 1):
+                    event = render.token(token, index + 1, finish if last else None)
+                    event["choices"][0]["index"] = choice
+                    await _event(response, event)
             if session is not None:
                 await self._finish(session, ids, answer)
             if (body.get("stream_options") or {}).get("include_usage"):
@@ -586,11 +592,48 @@ class _Render:
             choice["text"] = text_of(answer)
             choice["prompt_token_ids"] = self._ids if self._wants_ids else None
             body["object"] = "text_completion"
+        count = self._body.get("n") or 1
+        body["choices"] = [{**choice, "index": index} for index in range(count)]
         return body
 
 
 async def _event(response: web.StreamResponse, event: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+_NUMBER = (int, float)
+_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
+         "repetition_penalty"),
+        _NUMBER,
+    ),
+    **dict.fromkeys(("top_k", "seed", "min_tokens", "max_tokens", "n", "prompt_logprobs",
+                     "max_completion_tokens"), (int,)),
+    **dict.fromkeys(("ignore_eos", "return_token_ids", "stream", "echo"), (bool,)),
+    **dict.fromkeys(("logit_bias", "response_format", "structured_outputs", "stream_options",
+                     "chat_template_kwargs"), (dict,)),
+    **dict.fromkeys(("stop_token_ids", "tools", "messages"), (list,)),
+    "stop": (str, list),
+    "suffix": (str,),
+    "user": (str,),
+}  # fmt: skip
+
+
+@web.middleware
+async def _refuse_malformed(request: web.Request, handler: Any) -> web.StreamResponse:
+    """As vLLM does: what is of the wrong type is a 400, whatever part of the server noticed."""
+    if request.can_read_body:
+        body = await request.json()
+        for name, kinds in _FIELDS.items():
+            value = body.get(name)
+            wrong = isinstance(value, bool) and bool not in kinds
+            if value is not None and (wrong or not isinstance(value, kinds)):
+                return _error(400)
+    try:
+        return await handler(request)  # type: ignore[no-any-return]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return _error(400)
 
 
 def _error(status: int) -> web.Response:

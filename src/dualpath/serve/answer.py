@@ -80,8 +80,8 @@ class AnswerContext:
         events: list[Json] = []
         if self.call.is_chat:
             role = self._chunk([self._choice({"role": "assistant", "content": ""})], 0)
-            if self.wants_ids:
-                role["prompt_token_ids"] = self.prompt_ids
+            role["prompt_token_ids"] = self.prompt_ids if self.wants_ids else None
+            role["prompt_text"] = None
             events.append(role)
         if first.text:
             events.append(self._chunk([self._token_choice(first.text, [first.token_id])], 1))
@@ -206,7 +206,7 @@ class AnswerContext:
             "choices": [choice],
             "service_tier": None,
             "system_fingerprint": first.fingerprint,
-            "usage": self.usage(1),
+            "usage": {**self.usage(1), "completion_tokens_details": None},
             "kv_transfer_params": None,
             "ec_transfer_params": None,
             "metrics": None,

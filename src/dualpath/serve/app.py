@@ -21,6 +21,7 @@ from dualpath.serve.dispatch import RequestsUnderWay
 from dualpath.serve.errors import ApiError, bad_request, error_body
 from dualpath.serve.front import Front
 from dualpath.serve.metrics import CONTENT_TYPE
+from dualpath.serve.openapi import document
 from dualpath.serve.reply import Reply
 from dualpath.storage import StoreError
 
@@ -41,6 +42,7 @@ def make_app(front: Front) -> Starlette:
             Route("/health", routes.health),
             Route("/ready", routes.ready),
             Route("/metrics", routes.metrics),
+            Route("/openapi.json", routes.openapi),
             Route("/debug/state", routes.state),
             Route("/debug/requests", routes.requests),
             Route("/debug/attention", routes.attention),
@@ -158,6 +160,10 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         """``GET /metrics``."""
         return Response(self._front.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def openapi(self, request: Request) -> Response:
+        """``GET /openapi.json``."""
+        return _json(document(self._front.config.model.name))
 
     async def state(self, request: Request) -> Response:
         """``GET /debug/state``."""

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import msgspec
 
-from dualpath.serve.errors import ApiError, bad_request
+from dualpath.serve.errors import ApiError, bad_request, malformed
 
 MAX_BODY_BYTES: Final = 64 << 20
-_MAX_TOKEN_ID: Final = (1 << 32) - 1
-_MAX_CHOICES: Final = 128
+MAX_TOKEN_ID: Final = (1 << 32) - 1
+MAX_CHOICES: Final = 128
 _OURS: Final = ("kv_transfer_params", "ec_transfer_params")
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 # A part with any other key (``image_url`` beside ``text``, say) carries more than text.
@@ -68,7 +68,7 @@ def parse_call(endpoint: Endpoint, raw: bytes, model: str) -> Call:
     body = _object(raw)
     asked = body.get("model")
     if asked is not None and not isinstance(asked, str):
-        raise bad_request("model must be a string", "model")
+        raise malformed("model must be a string", "model")
     if asked and asked != model:
         raise ApiError(
             404, f"The model `{asked}` does not exist. Valid aliases: {model}.", param="model"
@@ -80,7 +80,7 @@ def parse_call(endpoint: Endpoint, raw: bytes, model: str) -> Call:
     options = body.get("stream_options")
     if options is not None:
         if not isinstance(options, dict):
-            raise bad_request("stream_options must be an object", "stream_options")
+            raise malformed("stream_options must be an object", "stream_options")
         if not stream:
             raise bad_request(
                 "stream_options can only be used with stream = true", "stream_options"
@@ -95,8 +95,8 @@ def parse_call(endpoint: Endpoint, raw: bytes, model: str) -> Call:
         if "max_tokens" not in body:
             limit = 16  # the API's default
     choices = _integer(body, "n", 1)
-    if choices is not None and choices > _MAX_CHOICES:
-        raise bad_request(f"n must be at most {_MAX_CHOICES}", "n")
+    if choices is not None and choices > MAX_CHOICES:
+        raise bad_request(f"n must be at most {MAX_CHOICES}", "n")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise bad_request("cache_salt must be a non-empty string", "cache_salt")
@@ -115,9 +115,9 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}") from None
+        raise malformed(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise bad_request("the body must be a JSON object")
+        raise malformed("the body must be a JSON object")
     return body
 
 
@@ -126,7 +126,7 @@ def _flag(body: dict[str, Any], name: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise bad_request(f"{name} must be true or false", name)
+        raise malformed(f"{name} must be true or false", name)
     return value
 
 
@@ -134,22 +134,26 @@ def _integer(body: dict[str, Any], name: str, least: int) -> int | None:
     value = body.get(name)
     if value is None:
         return None
-    if type(value) is not int or value < least:
-        raise bad_request(f"{name} must be an integer of at least {least}", name)
+    if type(value) is not int:
+        raise malformed(f"{name} must be an integer", name)
+    if value < least:
+        raise bad_request(f"{name} must be at least {least}", name)
     return value
 
 
 def _check_messages(messages: object) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise bad_request("messages must be a non-empty list", "messages")
+    if not isinstance(messages, list):
+        raise malformed("messages must be a list", "messages")
+    if not messages:
+        raise bad_request("messages must not be empty", "messages")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise bad_request("each message must be an object with a role", "messages")
+            raise malformed("each message must be an object with a role", "messages")
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
         if not isinstance(content, list):
-            raise bad_request("content must be a string or a list of parts", "messages")
+            raise malformed("content must be a string or a list of parts", "messages")
         for part in content:
             # A picture's KV is not determined by its token ids, which is all a block's key covers.
             if not _is_text(part):
@@ -173,13 +177,15 @@ def _check_prompt(body: dict[str, Any]) -> None:
         prompt = body["prompt"] = prompt[0]
     if isinstance(prompt, str):
         return
-    if not isinstance(prompt, list) or not prompt:
+    if prompt is not None and not isinstance(prompt, list):
+        raise malformed("prompt must be a string or a list of token ids", "prompt")
+    if not prompt:
         raise bad_request("prompt must be a string or a non-empty list of token ids", "prompt")
     if any(isinstance(item, str | list) for item in prompt):
         raise bad_request(
             "several prompts in one request are not served here: send one request each", "prompt"
         )
-    if not all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in prompt):
+    if not all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in prompt):
         raise bad_request("token ids must be integers from 0 to 4294967295", "prompt")
 
 

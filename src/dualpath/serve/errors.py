@@ -54,6 +54,12 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def malformed(message: str, param: str | None = None) -> ApiError:
+    """A 400 for a body that is not of the right form, which vLLM gives another type than one
+    whose values cannot be served."""
+    return ApiError(400, message, kind="Bad Request", param=param)
+
+
 @dataclass(slots=True)
 class PassedThrough(Exception):
     """An engine's own answer, given to the client unchanged."""

@@ -218,11 +218,12 @@ class Members:
 
     async def close(self) -> None:
         """Disconnect every engine."""
+        members = list(self._members.values())
+        await asyncio.gather(*(member.disconnect() for member in members))
+        # Afterwards: who notices that its connection is closed is buried too.
         for task in list(self._burials):
             task.cancel()
         await asyncio.gather(*self._burials, return_exceptions=True)
-        members = list(self._members.values())
-        await asyncio.gather(*(member.disconnect() for member in members))
         for member in members:
             self._lose(member, "the front is stopping")
         self._members.clear()
