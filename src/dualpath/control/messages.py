@@ -85,7 +85,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         running, waiting: requests inside vLLM.
         read_queue_tokens: tokens waiting in, or being read by, this engine's storage reads.
         hbm_tokens_total, hbm_tokens_used: capacity and use of the KV cache, in tokens.
-        buffer_slots_total, buffer_slots_used: the PE or DE buffer, in Full Blocks.
+        buffer_slots_total, buffer_slots_used: the PE or DE buffer, in Full Blocks, and the
+            landing or persist memory, in slots of its own.
         sessions: open sessions.
         transfers: submissions under way.
         counters: monotonic totals by metric name, e.g. ``storage_read_bytes``.

@@ -24,8 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.engine import FinishReason
 
 from dualpath import config as cluster
+from dualpath import logs
 from dualpath.blocks import BlockLayout
-from dualpath.config import ClusterConfig, Role
+from dualpath.config import ClusterConfig, Role, engine_name
 from dualpath.engine import assemble
 from dualpath.engine.identity import describe_cache, host_id, model_digest
 from dualpath.engine.live import LiveFigures
@@ -58,6 +59,7 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._place = place_of(vllm_config)
         self._cluster = cluster.load(self._place.config_file)
+        logs.set_up_engine(self._cluster.log, engine_name(self._place.role, self._place.rank))
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._manager: TrafficManager | None = None

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, Protocol
@@ -316,6 +317,7 @@ class TrafficManager:
         services = self._services
         live = self._live_stats()
         counters: dict[str, float] = dict(services.counters)
+        counters["read_wait_seconds"] = services.read_wait_s
         counters.update(services.store.counters())
         counters.update(
             {f"agent_{name}": value for name, value in services.agent.counters().items()}
@@ -328,7 +330,7 @@ class TrafficManager:
             hbm_tokens_total=live.get("hbm_tokens_total", 0),
             hbm_tokens_used=live.get("hbm_tokens_used", 0),
             read_queue_tokens=services.read_queue_tokens,
-            buffer_slots_total=services.buffer.pool.slots,
+            buffer_slots_total=services.buffer.pool.slots + services.staging.pool.slots,
             buffer_slots_used=services.buffer.pool.used + services.staging.pool.used,
             sessions=len(self._sessions) + len(self._limbo),
             transfers=services.agent.outstanding,
@@ -377,6 +379,7 @@ class TrafficManager:
 
     async def _watch(self, name: tuple[str, int], session: Session, deadline_s: float) -> None:
         """Forget a session when it is closed; close it when the front forgot it."""
+        opened_s = time.monotonic()
         try:
             async with asyncio.timeout(deadline_s):
                 await session.closed.wait()
@@ -386,6 +389,12 @@ class TrafficManager:
             self._close(session, "deadline")
             await session.closed.wait()
         del self._sessions[name]
+        logger.info(
+            "session %s is over after %.3f s",
+            session.owner,
+            time.monotonic() - opened_s,
+            extra={"rid": session.spec.rid},
+        )
         if isinstance(session, DecodeSession) and session.holds_remote:
             self._limbo.append(session)
 

@@ -62,6 +62,7 @@ class Services:
         readers, writers, copiers, pinners: one thread each. Storage reads of different requests
             take turns batch by batch, because each batch is queued separately.
         read_queue_tokens: tokens waiting in, or being read by, storage reads.
+        read_wait_s: time that batches of reads have waited for their turn, in all.
     """
 
     layout: BlockLayout
@@ -79,6 +80,7 @@ class Services:
     peers: dict[str, PeerInfo] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     read_queue_tokens: int = 0
+    read_wait_s: float = 0.0
     _unpinned: list[tuple[bytes, bytes]] = field(default_factory=list)
     readers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "dualpath-read")
@@ -163,16 +165,23 @@ class Services:
                 batch = blocks[start : start + self.batch_blocks]
                 taken = slots[start : start + len(batch)]
                 views = [self.buffer.view(slot) for slot in taken]
+                queued_s = time.monotonic()
+                waited_s: list[float] = []
 
                 def work(
-                    batch: Sequence[BlockId] = batch, views: list[memoryview] = views
+                    batch: Sequence[BlockId] = batch,
+                    views: list[memoryview] = views,
+                    queued_s: float = queued_s,
+                    waited_s: list[float] = waited_s,
                 ) -> list[ReadStatus]:
+                    waited_s.append(time.monotonic() - queued_s)
                     # The clock starts when the batch's turn comes, not while it queues.
                     return self.store.read(
                         root, batch, views, time.monotonic() + self.timeouts.storage
                     )
 
                 statuses = await self._in_thread(self.readers, lease, taken, work)
+                self.read_wait_s += waited_s[0]
                 done = len(batch) * self.layout.block_tokens
                 self.read_queue_tokens -= done
                 tokens -= done
