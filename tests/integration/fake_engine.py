@@ -20,6 +20,7 @@ from fake_model import EOS, chat_tokens, generate, text_of, tokens_of
 from dualpath.blocks import chain_keys, extend_keys
 from dualpath.config import Role, engine_name
 from dualpath.control.channel import Channel, connect
+from dualpath.control.host import host_id
 from dualpath.control.messages import (
     Allocated,
     BlockRef,
@@ -47,7 +48,6 @@ from dualpath.control.messages import (
     TurnDurable,
     Welcome,
 )
-from dualpath.serve.process import this_host
 
 BLOCK = 8
 FINGERPRINT = Fingerprint(
@@ -158,7 +158,7 @@ class FakeEngine:
                 rank=self.rank,
                 node=self.node,
                 pid=self._process.pid,
-                host_id=this_host(),
+                host_id=host_id(),
                 http_url=self.url,
                 fingerprint=self.fingerprint,
                 max_batched_tokens=2048,

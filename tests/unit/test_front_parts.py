@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dualpath.config import SecurityConfig, parse
+from dualpath.control.host import host_id
 from dualpath.serve.auth import is_loopback, require_admin, tenant_of
 from dualpath.serve.body import Call, Endpoint, parse_call
 from dualpath.serve.errors import ApiError
@@ -21,7 +22,7 @@ from dualpath.serve.first_token import (
     read_first_token,
     sampling_of,
 )
-from dualpath.serve.process import identify, is_dead, this_host
+from dualpath.serve.process import identify, is_dead
 
 pytestmark = pytest.mark.unit
 
@@ -182,7 +183,7 @@ def test_keys_open_doors() -> None:
 
 def test_death_is_seen() -> None:
     child = subprocess.Popen(["sleep", "60"])
-    process = identify(this_host(), child.pid)
+    process = identify(host_id(), child.pid)
     assert process is not None
     assert not is_dead(process)
     assert identify("another host", child.pid) is None
@@ -191,4 +192,12 @@ def test_death_is_seen() -> None:
     assert is_dead(process), "a zombie does no I/O"
     child.wait()
     assert is_dead(process)
-    assert identify(this_host(), child.pid) is None
+    assert identify(host_id(), child.pid) is None
+
+
+def test_a_number_from_another_namespace_is_not_watched() -> None:
+    """In a container of its own, an engine's number names another process here."""
+    elsewhere = host_id().rpartition("[")[0] + "[1]"
+    assert elsewhere != host_id()
+    assert identify(elsewhere, os.getpid()) is None
+    assert identify(host_id(), os.getpid()) is not None

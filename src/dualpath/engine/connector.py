@@ -27,8 +27,9 @@ from dualpath import config as cluster
 from dualpath import logs
 from dualpath.blocks import BlockLayout
 from dualpath.config import ClusterConfig, Role, engine_name
+from dualpath.control.host import host_id
 from dualpath.engine import assemble
-from dualpath.engine.identity import describe_cache, host_id, model_digest
+from dualpath.engine.identity import describe_cache, model_digest
 from dualpath.engine.live import LiveFigures
 from dualpath.engine.metadata import StepMetadata
 from dualpath.engine.place import place_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -53,12 +52,6 @@ def model_digest(path: str, hf_config: dict[str, object]) -> str:
                 stream.seek(sample * max(0, size - _SAMPLE_BYTES) // max(1, _SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def host_id() -> str:
-    """Name of this machine's boot: equal for two processes exactly when they share a kernel."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def describe_cache(

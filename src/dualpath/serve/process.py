@@ -6,9 +6,10 @@ engine's memory. On the same machine the kernel can be asked.
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from dualpath.control import host
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +20,10 @@ class ProcessId:
     start_ticks: int
 
 
-def this_host() -> str:
-    """Name of this machine's boot, as engines give it in ``Hello.host_id``."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
-
-
 def identify(host_id: str, pid: int) -> ProcessId | None:
     """The process, when it can be watched from here; None on another machine or in another
     process namespace."""
-    if host_id != this_host():
+    if host_id != host.host_id():
         return None
     found = _stat(pid)
     return None if found is None else ProcessId(pid, found[1])
