@@ -10,6 +10,7 @@ from typer.exceptions import TyperException
 
 from dualpath import __version__
 from dualpath.cli.demo import demo_command
+from dualpath.cli.doctor import doctor_command
 from dualpath.cli.engine import engine_command
 from dualpath.cli.profile import profile_command
 from dualpath.cli.replay import replay_command
@@ -34,6 +35,7 @@ app.command("engine")(engine_command)
 app.command("replay")(replay_command)
 app.command("profile")(profile_command)
 app.command("demo")(demo_command)
+app.command("doctor")(doctor_command)
 app.add_typer(trace_app, name="trace")
 app.add_typer(store_app, name="store")
 
