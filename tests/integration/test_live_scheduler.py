@@ -16,13 +16,15 @@ from front_kit import FakeCluster, make_config, running_cluster, running_front
 from dualpath.config import ClusterConfig, ConfigError, Role
 from dualpath.control.messages import Report
 from dualpath.scheduler import Assignment, SchedulerSettings
-from dualpath.scheduler.attention_time import AttentionTimeModel, FitRefusedError
+from dualpath.scheduler.attention_time import AttentionTimeModel
 from dualpath.scheduler.decision_log import Added, Fetched, Started, Undrained, decode, replay
 from dualpath.scheduler.profile import Profile, encode_profile
 from dualpath.serve import decision_file
 from dualpath.serve.decision_file import DecisionFile
 from dualpath.serve.local import resolve
-from dualpath.workload.profiling import ProfileOptions, measure
+from dualpath.workload.profile_options import ProfileOptions
+from dualpath.workload.profile_target import ProfileFailed
+from dualpath.workload.profiling import measure
 
 pytestmark = pytest.mark.integration
 
@@ -318,7 +320,7 @@ async def test_measuring_gives_the_mode_back_and_says_why_it_failed(tmp_path: Pa
             if what not in steps:
                 steps.append(what)
 
-        with pytest.raises(FitRefusedError, match="at least 2 measurements"):
+        with pytest.raises(ProfileFailed, match="report no attention times"):
             await measure(options, report)
         assert steps[:3] == ["prefill", "SNIC reads, prefill", "SNIC reads, decode"]
         state = await cluster.get("/debug/state")

@@ -65,7 +65,8 @@ def test_the_grid_goes_from_nothing_cached_to_all() -> None:
 
 
 def test_an_interrupted_step_does_not_count() -> None:
-    samples = [(0, 32, 1.0), (64, 32, 2.0), (0, 32, 9.0), (0, 32, 1.2), (64, 8, 0.0)]
+    times = [5.0, 1.2, 9.0, 1.0, 1.1, 7.0, 1.3, 8.0]
+    samples = [(0, 32, time) for time in times] + [(64, 32, 2.0), (64, 8, 0.0)]
     assert [(m.cached, m.bsz, m.seconds) for m in measurements(samples)] == [
         (0, 32, 1.2), (64, 32, 2.0),
     ]  # fmt: skip

@@ -33,8 +33,9 @@ from dualpath.serve.local import ClusterFailed, local_cluster
 from dualpath.serve.ports import NoFreePort
 from dualpath.serve.supervise import StartFailed
 from dualpath.workload.agents import DEFAULT_VOCAB
+from dualpath.workload.profile_options import Measured, ProfileOptions, Report
 from dualpath.workload.profile_target import ProfileFailed
-from dualpath.workload.profiling import Measured, ProfileOptions, Report, measure
+from dualpath.workload.profiling import measure
 from dualpath.workload.stats import trace_stats
 from dualpath.workload.trace import TraceError, read_trace
 

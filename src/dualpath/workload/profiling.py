@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
@@ -17,14 +16,13 @@ from dualpath.workload.agents import FIRST_PLAIN_ID, token_agents
 from dualpath.workload.attention_grid import grid, measurements, pass_s
 from dualpath.workload.client import Endpoint
 from dualpath.workload.options import ReplayOptions
+from dualpath.workload.profile_options import Measured, ProfileOptions, Report
 from dualpath.workload.profile_target import Attention, Past, ProfileFailed, Target, View
 from dualpath.workload.replay import replay
-from dualpath.workload.snic_rate import Busy, Look, over_all, while_busy
+from dualpath.workload.snic_bench import SnicBench
 from dualpath.workload.stream import RequestFailed
 from dualpath.workload.synth import regular
 
-BUSY_S: Final = 2.0
-"""A SNIC must have been seen busy for this long; else its rate is a lower bound."""
 PROMPTS: Final = 4
 MOST_PROMPT_TOKENS: Final = 2048
 GRID_PASS_S: Final = 40.0
@@ -35,51 +33,6 @@ DEFAULT_REPLAY: Final = (4, 6)
 _LOOK_STEP_S: Final = 0.05
 _REPORTS_S: Final = 3.0
 _READ_POLICY: Final = {Role.PREFILL: "pe_only", Role.DECODE: "de_only"}
-
-Report = Callable[[str, int, int], None]
-"""Told what is measured now, how much of it is done, and how much there is."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """How to measure.
-
-    Attributes:
-        url: of the front.
-        api_key, admin_key: bearer tokens; empty for none.
-        model: name in the API.
-        max_model_len, max_batched_tokens: the engines' limits, in tokens.
-        vocab: token ids are drawn below this.
-        hardware: what is measured, for people.
-        hit_ratio: given, or None to take it from the front or a replay; hit_ratio_of: of what.
-        timeout_s: deadline of everything.
-    """
-
-    url: str
-    model: str
-    max_model_len: int
-    max_batched_tokens: int
-    vocab: int
-    hardware: str
-    api_key: str = ""
-    admin_key: str = ""
-    hit_ratio: float | None = None
-    hit_ratio_of: str = ""
-    timeout_s: float = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A profile and how it came about.
-
-    Attributes:
-        lower_bounds: nodes whose SNIC was never seen busy for long: faster than it was asked.
-        hit_ratio_of: what the hit ratio was taken from.
-    """
-
-    profile: Profile
-    lower_bounds: tuple[str, ...]
-    hit_ratio_of: str
 
 
 async def measure(options: ProfileOptions, report: Report) -> Measured:
@@ -145,9 +98,10 @@ class _Run:
         bounds: list[str] = []
         for role in Role:
             await self._policy(_READ_POLICY[role])
-            for node, (busy, enough) in (await self._snic(role)).items():
-                rates[node] = busy.bytes_s
-                if not enough:
+            bench = SnicBench(self._target, role, self._prompts, self._kv.block_tokens)
+            for node, rate in (await bench.rates(self._before, self._report)).items():
+                rates[node] = rate.bytes_s
+                if not rate.exact:
                     bounds.append(node)
         await self._policy("paper")
         attention = await self._attention(miss_tokens_s, sum(rates.values()))
@@ -196,64 +150,6 @@ class _Run:
                 return new
             await asyncio.sleep(_LOOK_STEP_S)
 
-    # ---- storage -----------------------------------------------------------------------------
-
-    async def _snic(self, role: Role) -> dict[str, tuple[Busy, bool]]:
-        """Read rate of every node of ``role``, and whether it was busy for long enough."""
-        engines = len(self._before.usable(role))
-        sizes = [
-            (min(blocks, self._blocks), each * engines)
-            for blocks, each in ((4, 2), (16, 2), (self._blocks, 2), (self._blocks, 8),
-                                 (self._blocks, 24))
-        ]  # fmt: skip
-        found: dict[str, tuple[Busy, bool]] = {}
-        for step, (blocks, count) in enumerate(sizes):
-            self._report(f"SNIC reads, {role.value}", step, len(sizes))
-            start_s = _now_s()
-            looks = await self._burst(role, blocks, count)
-            for node, seen in looks.items():
-                busy, bound = while_busy(seen), over_all(seen, start_s)
-                if busy.seconds >= BUSY_S:
-                    found[node] = (busy, True)
-                elif not found.get(node, (bound, False))[1]:
-                    known = found.get(node, (bound, False))[0]
-                    found[node] = (max(known, bound, key=lambda b: b.bytes_s), False)
-            if all(enough for _, enough in found.values()):
-                break
-        for node, (busy, _) in found.items():
-            if not busy.read_bytes:
-                raise ProfileFailed(f"node {node} read nothing: its engines got no hits")
-        return found
-
-    async def _burst(self, role: Role, blocks: int, count: int) -> dict[str, list[Look]]:
-        """``count`` prompts at once that hit ``blocks``; looks at the nodes of ``role``."""
-        tokens = blocks * self._kv.block_tokens
-        asked = asyncio.gather(
-            *(
-                self._target.prompt(self._prompts[number % PROMPTS][:tokens] + self._words(1))
-                for number in range(count)
-            )
-        )
-        looks: dict[str, list[Look]] = {}
-        try:
-            over = False
-            while not over:
-                over = asked.done()  # one more look after the end
-                view = await self._target.view()
-                for node, look in _looks(view, role).items():
-                    looks.setdefault(node, []).append(look)
-                await asyncio.sleep(_LOOK_STEP_S)
-            for answer in await asked:
-                if answer.cached_tokens != tokens:
-                    raise ProfileFailed(
-                        f"a stored prompt of {tokens} tokens hit only {answer.cached_tokens}: is "
-                        "the store full or failing?"
-                    )
-        finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
-        return looks
-
     # ---- attention ---------------------------------------------------------------------------
 
     async def _attention(self, miss_tokens_s: float, read_bytes_s: float) -> AttentionTimeModel:
@@ -276,6 +172,8 @@ class _Run:
                 await self._target.prompt(prompt)
             await asyncio.sleep(0.5)  # the last samples are on their way
             samples = _since(await self._target.attention(), before)
+            if not samples:
+                raise ProfileFailed("the prefill engines report no attention times")
             if number + 1 < LEAST_PASSES:
                 continue
             try:
@@ -329,15 +227,6 @@ class _Run:
             )
         source = f"a replay of {agents} agents, {turns} turns of {append} + 16 tokens"
         return figures.cached_tokens / figures.tokens_in, source
-
-
-def _looks(view: View, role: Role) -> dict[str, Look]:
-    """Every node of ``role`` now."""
-    queued: dict[str, bool] = {}
-    for engine in view.usable(role):
-        queued[engine.node] = queued.get(engine.node, True) and (engine.stats.read_queue_tokens > 0)
-    now_s = _now_s()
-    return {node: Look(now_s, view.snic.get(node, 0), busy) for node, busy in queued.items()}
 
 
 def _since(
