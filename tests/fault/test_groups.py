@@ -33,9 +33,8 @@ pytestmark = [pytest.mark.fault, pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 BLOCK = 64
 AGENTS, TURNS = 8, 3
-FULL_BLOCK_BYTES = (
-    4 * BLOCK * 2 * 2 * 64 * 4
-)  # layers, tokens, K and V, KV heads, head size, float32
+# Layers, tokens, K and V, KV heads, head size, float32.
+FULL_BLOCK_BYTES = 4 * BLOCK * 2 * 2 * 64 * 4
 SNIC_BYTES_S = 20e6
 ENGINES = {"pe0", "pe1", "de0", "de1"}
 START_S = 700.0
@@ -106,11 +105,9 @@ async def agents(api: Api, salt: str) -> dict[int, list[list[int]]]:
 
     async def one(number: int) -> list[list[int]]:
         source = random.Random(f"agent {number}")
-        prompt, before, said = (
-            [source.randrange(100, 40_000) for _ in range(500 + 60 * number)],
-            0,
-            [],
-        )
+        prompt = [source.randrange(100, 40_000) for _ in range(500 + 60 * number)]
+        before = 0
+        said: list[list[int]] = []
         for _ in range(TURNS):
             answer = await api.complete(prompt, 12, cache_salt=salt)
             tokens = answer["choices"][0]["token_ids"]
@@ -161,9 +158,8 @@ async def test_the_same_tokens_whichever_way(bench: Bench, api: Api, name: str) 
     now = (await api.idle())["path"]
     moved = {side: now[side] - before[side] for side in now}
     mine = await records(api)
-    assert (
-        moved["pe"] + moved["de"] == sum(r["hit_tokens"] for r in mine) // BLOCK * FULL_BLOCK_BYTES
-    )
+    hit_blocks = sum(record["hit_tokens"] for record in mine) // BLOCK
+    assert moved["pe"] + moved["de"] == hit_blocks * FULL_BLOCK_BYTES
     assert moved["pe"] > 0
     assert moved["de"] > 0
     if name == "split":
@@ -241,9 +237,7 @@ async def test_the_profile_measures_what_is_configured(bench: Bench, api: Api) -
     assert profile.token_bytes * BLOCK == FULL_BLOCK_BYTES
     assert 0 < profile.hit_ratio < 1
     assert profile.attention.mean_relative_error <= 0.15
-    assert (await api.state())["policy"] == "least_tokens/balanced/pe_only" or (
-        (await api.state())["policy"] == "pe_only"
-    )
+    assert (await api.state())["policy"] == "pe_only"  # given back
     bench.profile = out
 
 
@@ -266,6 +260,8 @@ async def test_the_decision_log_replays_and_the_quota_changes_no_token(bench: Be
     )
     bench.cluster = start_cluster(bench.config, folder)
     until_ready(bench.cluster, "/ready", START_S)
+    resolved = msgspec.toml.decode((folder / "run" / "cluster.toml").read_text())
+    assert resolved["scheduler"]["profile"] == str(bench.profile)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as session:
         api = Api(bench.cluster.url, session)
         await all_usable(api)
@@ -277,10 +273,3 @@ async def test_the_decision_log_replays_and_the_quota_changes_no_token(bench: Be
         slack = 1 + 1e-6  # the quota went through a text
         assert all(bsz == 1 or model.batch_s([(c, bsz)]) <= quota_s * slack for c, bsz in steps)
         assert max(bsz for _, bsz in steps) < 256
-
-
-def test_configurations_of_both_clusters_are_what_was_run(bench: Bench) -> None:
-    """What 'up' resolved names the profile by its full path, for engines anywhere."""
-    resolved = (bench.folder / "again" / "run" / "cluster.toml").read_text()
-    scheduler = msgspec.toml.decode(resolved)["scheduler"]
-    assert Path(scheduler["profile"]) == bench.profile
