@@ -73,6 +73,8 @@ TOTALS: Final = (
            counters=(("storage_read_blocks_corrupt", ""),)),
     _Total("evicted_blocks", "Blocks removed to keep the capacity",
            counters=(("storage_evicted_blocks", ""),)),
+    _Total("evicted_bytes", "File bytes removed to keep the capacity",
+           counters=(("storage_evicted_bytes", ""),)),
     _Total("recomputed_loads", "Loads given up, whose hit tokens were computed again",
            counters=(("loads_failed", ""),)),
     _Total("failed_prefills", "Prefills that could not hand their KV on",
