@@ -17,7 +17,16 @@ from dualpath.config import ClusterConfig, ConfigError, Role
 from dualpath.control.messages import Report
 from dualpath.scheduler import Assignment, SchedulerSettings
 from dualpath.scheduler.attention_time import AttentionTimeModel
-from dualpath.scheduler.decision_log import Added, Fetched, Started, Undrained, decode, replay
+from dualpath.scheduler.decision_log import (
+    Added,
+    Drained,
+    Fetched,
+    Started,
+    Undrained,
+    decode,
+    encode,
+    replay,
+)
 from dualpath.scheduler.profile import Profile, encode_profile
 from dualpath.serve import decision_file
 from dualpath.serve.decision_file import DecisionFile
@@ -158,6 +167,27 @@ async def test_a_full_disk_does_not_stop_serving(
         await cluster.post("/admin/mode", {"mode": "dualpath"})
         await serve_some(cluster, 2)
     assert sum(len(made.assigned) for made in replay(lines_of(tmp_path))) == 4
+
+
+async def test_a_disk_that_hangs_fills_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines beyond the limit are lost, and so is all that follows them up to the next start."""
+    monkeypatch.setattr(decision_file, "MOST_QUEUED", 3)
+    started = encode(Started(SchedulerSettings(1, 1)))
+    gone = encode(Drained("pe0"))
+    log = DecisionFile(str(tmp_path / "log.jsonl"))
+    for line in (started, gone, gone, gone):
+        log.write(line)  # nothing is written meanwhile: the task does not run
+    assert log.lost == 1
+    log._append()
+    log.write(gone)
+    assert log.lost == 2
+    log.write(started)
+    log.write(gone)
+    await log.close()
+    assert log.lost == 2
+    assert lines_of(tmp_path) == [started, gone, gone, started, gone]
 
 
 async def _text(cluster: FakeCluster, path: str) -> str:

@@ -14,7 +14,11 @@ from dualpath.config import ConfigError
 from dualpath.scheduler.decision_log import starts
 
 logger = logging.getLogger(__name__)
+_ENDED: Final = "no more decisions are logged until the next start or change of mode"
 _TAIL_BYTES: Final = 1 << 16
+_CLOSE_S: Final = 5.0
+MOST_QUEUED: Final = 1 << 16
+"""Lines that wait for a disk that hangs; more are lost."""
 
 
 class DecisionFile:
@@ -22,9 +26,6 @@ class DecisionFile:
 
     A line that cannot be written ends the log: with a gap it could not be replayed. It starts
     again with the next scheduler (a change of mode, or a new front). Serving goes on in any case.
-
-    Attributes:
-        lost: lines that were not written.
     """
 
     def __init__(self, path: str) -> None:
@@ -38,7 +39,9 @@ class DecisionFile:
         self._news = asyncio.Event()
         self._writing = threading.Lock()
         self._broken = False
-        self.lost = 0
+        self._unwritten = 0
+        self._full = False
+        self._refused = 0
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,8 +56,20 @@ class DecisionFile:
 
     def write(self, line: str) -> None:
         """Queue a line (without its end). Event loop only; never waits or raises."""
+        room = len(self._lines) < MOST_QUEUED
+        if not room and not self._full:
+            logger.error("%s: the disk does not keep up; %s", self._path, _ENDED)
+        self._full = not room or (self._full and not starts(line))
+        if self._full:
+            self._refused += 1
+            return
         self._lines.append(line)
         self._news.set()
+
+    @property
+    def lost(self) -> int:
+        """Lines that were not written."""
+        return self._unwritten + self._refused
 
     async def run(self) -> None:
         """Write what is queued, again and again, until cancelled."""
@@ -63,21 +78,24 @@ class DecisionFile:
             self._news.clear()
             await asyncio.to_thread(self._append)
 
-    def close(self) -> None:
-        """Write what is left."""
-        self._append()
-        with self._writing:
-            os.close(self._file)
+    async def close(self) -> None:
+        """Write what is left; a disk that hangs is given up."""
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.to_thread(self._append)
+        except TimeoutError:
+            logger.error("%s: its end could not be written within %g s", self._path, _CLOSE_S)
+            return  # the thread still uses the file
+        os.close(self._file)
 
     def _append(self) -> None:
         with self._writing:
             taken = [self._lines.popleft() for _ in range(len(self._lines))]
-            while taken and self._broken:
-                if starts(taken[0]):
-                    self._broken = False
-                else:
-                    self.lost += 1
-                    taken.pop(0)
+            if self._broken:
+                start = next((n for n, line in enumerate(taken) if starts(line)), len(taken))
+                self._broken = start == len(taken)
+                self._unwritten += start
+                taken = taken[start:]
             if not taken:
                 return
             data = "".join(f"{line}\n" for line in taken).encode()
@@ -86,12 +104,8 @@ class DecisionFile:
                 self._end += len(data)
             except OSError as error:
                 self._broken = True
-                self.lost += len(taken)
-                logger.error(
-                    "%s: %s; no more decisions are logged until the next start or change of mode",
-                    self._path,
-                    error.strerror,
-                )
+                self._unwritten += len(taken)
+                logger.error("%s: %s; %s", self._path, error.strerror, _ENDED)
                 self._cut()
 
     def _cut(self) -> None:

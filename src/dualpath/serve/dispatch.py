@@ -182,10 +182,10 @@ class Dispatcher:
         else:
             await asyncio.Future()  # a background task must not end
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing is decided any more: complete the decision log."""
         if self._decisions is not None:
-            self._decisions.close()
+            await self._decisions.close()
 
     async def watch_silence(self) -> None:
         """Drain engines that stop reporting."""

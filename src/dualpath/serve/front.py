@@ -115,7 +115,7 @@ class Front:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         await self.control.close()
-        self.dispatcher.close()
+        await self.dispatcher.close()
         if self._services is not None:
             await self._services.upstream.close()
 
