@@ -56,7 +56,8 @@ class HostTimes:
 
 
 class CudaTimes:
-    """Events in the current stream; looking at them never makes the host wait for the device."""
+    """Events in the current stream; looking at them never makes the host wait for the device. Not
+    run where this was written: there was no GPU."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] = []
