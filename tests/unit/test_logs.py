@@ -75,3 +75,23 @@ def test_an_engine_is_set_up_once() -> None:
     finally:
         ours.handlers[:], ours.propagate = before, propagate
         ours.setLevel(level)
+
+
+@pytest.mark.parametrize("chosen", list(LogFormat))
+def test_the_front_logs_in_the_format_chosen(chosen: LogFormat) -> None:
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    root = logging.getLogger()
+    level = root.level
+    try:
+        logs.set_up(LogConfig(format=chosen, level="warning"), handler)
+        logging.getLogger("dualpath.somewhere").info("not written")
+        logging.getLogger("dualpath.somewhere").warning("written")
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    (line,) = out.getvalue().splitlines()
+    if chosen is LogFormat.JSON:
+        assert json.loads(line)["message"] == "written"
+    else:
+        assert line.endswith("WARNING dualpath.somewhere: written")
