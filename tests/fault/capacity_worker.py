@@ -47,7 +47,7 @@ def content(block: BlockId) -> bytes:
 
 
 def main(path: str, capacity: str, salt: str) -> None:
-    """Write until somebody ends it; every third chain is read again, so that it counts as used."""
+    """Write chains of three parts until somebody ends it."""
     with open_store(path, int(capacity)) as store:
         slots = aligned_buffers(BATCH, LAYOUT.slot_bytes)
         print("ready", flush=True)
@@ -58,8 +58,13 @@ def main(path: str, capacity: str, salt: str) -> None:
                 part = blocks[start : start + BATCH]
                 for block, slot in zip(part, slots, strict=True):
                     slot[:] = content(block)
+                # Before it is there, so that nobody evicts it between this part and the next.
+                store.pin(ROOT, part[-1].key, time.monotonic() + 30)
                 statuses = store.write(ROOT, part, slots, time.monotonic() + 30)
                 outcomes.update(status.value for status in statuses)
+                if start:
+                    store.unpin(ROOT, blocks[start - 1].key)
+            store.unpin(ROOT, blocks[-1].key)
             evicted = sum(len(keys) for keys in store.take_evicted().values())
             print(turn, dict(outcomes), f"evicted {evicted}", flush=True)
 

@@ -33,6 +33,9 @@ from dualpath.transfer.slots import IoToken, Lease
 
 logger = logging.getLogger(__name__)
 
+_PROMPT = ""
+"""Name of the prompt's chain among those of the answers."""
+
 
 @dataclass(frozen=True, slots=True)
 class PersistBlock:
@@ -69,7 +72,7 @@ class DecodeSession:
         self._ended = 0
         self._durable_sent = False
         self._closing = False
-        self._pinned: bytes | None = None
+        self._pinned: dict[str, list[bytes]] = {}
         self._to_store: frozenset[int] = frozenset()
         self.closed = asyncio.Event()
 
@@ -107,7 +110,7 @@ class DecodeSession:
         )
         if self.spec.hit_blocks and self._lease is not None:
             # For both sides and until the end: what is computed now is to stand on it.
-            await self._pin(self.spec.keys[self.spec.hit_blocks - 1])
+            await self._pin(_PROMPT, self.spec.keys[self.spec.hit_blocks - 1])
         start = time.monotonic()
         good = self._last - self._first
         if good and self._lease is not None:
@@ -126,17 +129,22 @@ class DecodeSession:
             )
         )
 
-    async def _pin(self, key: bytes) -> None:
-        """Keep the stored chain up to ``key`` from eviction, instead of the one so far."""
-        before, self._pinned = self._pinned, key
+    async def _pin(self, chain: str, key: bytes) -> None:
+        """Keep the stored chain up to ``key`` from eviction, from before ``key`` is there."""
+        self._pinned.setdefault(chain, []).append(key)
         await self._services.pin_chain(self.spec.root, key)
-        if before is not None:
-            self._services.unpin_chain(self.spec.root, before)
 
-    def _unpin(self) -> None:
-        if self._pinned is not None:
-            self._services.unpin_chain(self.spec.root, self._pinned)
-            self._pinned = None
+    def _unpin(self, chain: str, *, newest: bool) -> None:
+        """Of a chain's pins keep one: the newest, or (when it was not stored) the one before."""
+        pins = self._pinned[chain]
+        if len(pins) > 1:
+            self._services.unpin_chain(self.spec.root, pins.pop(-1 if newest else 0))
+
+    def _unpin_all(self) -> None:
+        for pins in self._pinned.values():
+            for key in pins:
+                self._services.unpin_chain(self.spec.root, key)
+        self._pinned.clear()
 
     # ---- the buffer is complete ------------------------------------------------------------------
 
@@ -166,12 +174,13 @@ class DecodeSession:
             if not self.spec.persist:
                 self._announce(ids)
             elif self._lease is not None:
-                self._skipped += await self._services.write_blocks(
+                await self._pin(_PROMPT, ids[-1].key)
+                skipped = await self._services.write_blocks(
                     self.spec.root, ids, self._lease, self._lease.slots[first:last],
                     self._services.buffer,
                 )  # fmt: skip
-                if not self._skipped:
-                    await self._pin(ids[-1].key)
+                self._unpin(_PROMPT, newest=bool(skipped))
+                self._skipped += skipped
         finally:
             self._to_store = frozenset()
             self._maybe_release()
@@ -268,9 +277,17 @@ class DecodeSession:
                     count = len(batch)
                     ids = await self._copy_out(batch, lease)
                     if self.spec.persist:
-                        self._skipped += await services.write_blocks(
+                        tips = {
+                            entry[0]: block.key for entry, block in zip(batch, ids, strict=True)
+                        }
+                        for request_id, key in tips.items():
+                            await self._pin(request_id, key)
+                        skipped = await services.write_blocks(
                             self.spec.root, ids, lease, lease.slots, services.staging
                         )
+                        for request_id in tips:
+                            self._unpin(request_id, newest=bool(skipped))
+                        self._skipped += skipped
                     else:
                         self._announce(ids)
                 self._end_persist(count)
@@ -398,7 +415,7 @@ class DecodeSession:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-        self._unpin()
+        self._unpin_all()
         if remote_over:
             await self.remote_gone()
         self.closed.set()
