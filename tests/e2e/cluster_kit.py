@@ -21,8 +21,10 @@ import pytest
 
 from dualpath import config as cluster_config
 from dualpath.config import ClusterConfig
+from dualpath.serve import warden
 
 START_S = 420.0
+STOP_S = 40.0
 
 
 def free_port() -> int:
@@ -73,9 +75,12 @@ class Running:
 
 
 def start(argv: list[str], log: Path, url: str, env: dict[str, str] | None = None) -> Running:
+    """Start a program that does not outlive this one, however this one ends: under the warden
+    that engines run under, too."""
+    guarded = [sys.executable, "-I", "-S", warden.__file__, str(STOP_S), *argv]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            argv, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            guarded, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.PIPE,
             start_new_session=True, env={**os.environ, **(env or {})},
         )  # fmt: skip
     return Running(process, url, log)
