@@ -15,7 +15,7 @@ from dualpath.workload.front import STATE_PATH
 from dualpath.workload.stream import Answer, RequestFailed
 
 _LOOK_S: Final = 10.0
-_BUSY_S: Final = 30.0
+_BUSY_S: Final = 10.0
 _BUSY_STEP_S: Final = 0.2
 _REFUSED_BUSY: Final = 409
 

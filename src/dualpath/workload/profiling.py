@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ LEAST_PASSES, MOST_PASSES = 3, 8
 GOOD_FIT: Final = 0.10
 DEFAULT_REPLAY: Final = (4, 6)
 """Agents and turns of the replay that gives a hit ratio where nothing else does."""
+logger = logging.getLogger(__name__)
 _LOOK_STEP_S: Final = 0.05
 _REPORTS_S: Final = 3.0
 _READ_POLICY: Final = {Role.PREFILL: "pe_only", Role.DECODE: "de_only"}
@@ -52,12 +54,25 @@ async def measure(options: ProfileOptions, report: Report) -> Measured:
         ):
             target = Target(api, admin, options.model, options.timeout_s)
             before = await target.view()
+            run = _Run(options, target, before, report)
+            await target.set_policy(Mode.DUALPATH.value, "pe_only")
             try:
-                return await _Run(options, target, before, report).all()
-            finally:
-                await target.set_policy(before.mode, before.policy)
+                measured = await run.all()
+            except BaseException:  # whatever it was goes on to the caller
+                await _give_back(target, before)
+                raise
+            await target.set_policy(before.mode, before.policy)
+            return measured
     except TimeoutError:
         raise ProfileFailed(f"not over after {options.timeout_s:g} s") from None
+
+
+async def _give_back(target: Target, before: View) -> None:
+    """The mode, after a failure: another one must not hide what came first."""
+    try:
+        await target.set_policy(before.mode, before.policy)
+    except ProfileFailed as error:
+        logger.warning("the front's mode could not be given back: %s", error)
 
 
 class _Run:
@@ -91,8 +106,8 @@ class _Run:
         return [self._random.randrange(FIRST_PLAIN_ID, top) for _ in range(count)]
 
     async def all(self) -> Measured:
-        """Every step, in the order in which each needs the ones before."""
-        await self._policy("pe_only")
+        """Every step, in the order in which each needs the ones before. The front reads on the PE
+        side only at the start."""
         miss_tokens_s = await self._miss_rate()
         rates: dict[str, float] = {}
         bounds: list[str] = []
