@@ -94,6 +94,7 @@ async def test_an_engine_that_ends_at_start_ends_the_cluster_with_its_last_words
     given = cluster.load(run_dir / CONFIG_FILE)
     assert resolve(given) == given, "the front's ports must be free again, and none be open"
     check_secret(Path(given.security.control_secret_file))
+    assert stat.S_IMODE((tmp_path / "run" / CONFIG_FILE).stat().st_mode) == 0o600, "it holds keys"
     assert len([task for task in asyncio.all_tasks() if not task.done()]) == 1
 
 

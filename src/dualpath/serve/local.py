@@ -281,8 +281,16 @@ def _settled(config: ClusterConfig, run_dir: Path) -> tuple[ClusterConfig, Path]
             f"storage.path: {config.storage.path} cannot be made: {error.strerror}"
         ) from None
     file = run_dir / CONFIG_FILE
-    file.write_text(dump(config))
+    _write_private(file, dump(config))  # it may hold API keys
     return config, file
+
+
+def _write_private(path: Path, text: str) -> None:
+    """A new file that only this user can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:  # noqa: PTH123 - a descriptor, not a path
+        file.write(text)
 
 
 def _with_secret(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
@@ -290,10 +298,7 @@ def _with_secret(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
     if config.security.control_secret_file:
         return config
     path = run_dir / _SECRET_FILE
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w") as file:  # noqa: PTH123 - a descriptor, not a path
-        file.write(secrets.token_hex(32))
+    _write_private(path, secrets.token_hex(32))
     security = msgspec.structs.replace(config.security, control_secret_file=str(path))
     return msgspec.structs.replace(config, security=security)
 
