@@ -34,7 +34,7 @@ from dualpath.storage.books import (
     take_lock,
 )
 from dualpath.storage.counters import Counters
-from dualpath.storage.forest import UNKNOWN_USE_S, Forest, Name, StoredFile
+from dualpath.storage.forest import UNKNOWN_USE_S, Forest, Name, StoredFile, count_bytes
 from dualpath.storage.limiter import remaining_s
 from dualpath.storage.paths import TMP_DIR, block_path
 from dualpath.storage.room import Changes, Ticket, settle_deadline, statuses_now
@@ -500,15 +500,13 @@ class Ledger:
         """Totals from the directory itself."""
         start_s = time.monotonic()
         reserved = self._sum_of_holds()
-        forest = Forest.scan(self._store)
+        published = count_bytes(self._store)
         # A generation that nobody has an index of: the old ledger's number may be lost.
         generation = max(before.generation + 1 if before else 0, time.time_ns())
-        totals = Totals(generation, 0, forest.total_bytes, reserved)
+        totals = Totals(generation, 0, published, reserved)
         self._file.begin_log(totals)
         self._file.save(totals)
-        self._forest, self._forest_at = forest, (totals.generation, totals.log_bytes)
         log.info(
-            "counted %s: %d blocks, %d bytes, in %.2f s", self._store, len(forest.files),
-            forest.total_bytes, time.monotonic() - start_s,
-        )  # fmt: skip
+            "counted %s: %d bytes, in %.2f s", self._store, published, time.monotonic() - start_s
+        )
         return totals

@@ -41,6 +41,21 @@ class StoredFile:
         return self.root, self.block.key
 
 
+def count_bytes(store: Path) -> int:
+    """Sizes of all published files together, by listing.
+
+    Raises:
+        OSError: a directory cannot be listed.
+    """
+    total = 0
+    for _root, _block, entry in scan_entries(store):
+        try:
+            total += entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue  # removed since it was listed
+    return total
+
+
 @dataclass(slots=True)
 class Forest:
     """All published blocks of a store, in the order in which they may go.
@@ -64,12 +79,18 @@ class Forest:
             OSError: a directory cannot be listed.
         """
         forest = cls()
+        files, children = forest.files, forest._children
         for root, block, entry in scan_entries(store):
             try:
                 info = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue  # removed since it was listed
-            forest.add(StoredFile(root, block, info.st_size, info.st_mtime))
+            name = root, block.key
+            if name in files:
+                continue  # two names for one key: one of them is damaged, and found when read
+            files[name] = StoredFile(root, block, info.st_size, info.st_mtime)
+            children[root, block.parent] += 1
+            forest.total_bytes += info.st_size
         return forest
 
     def add(self, file: StoredFile) -> None:
