@@ -336,3 +336,13 @@ async def test_malformed_bodies(front: Api, plain: Api, path: str, raw: bytes) -
             answers.append((response.status, (await response.json())["error"].keys()))
     assert answers[0][0] == answers[1][0] == 400
     assert answers[0] == answers[1]
+
+
+async def test_seeded_prompt_of_several_steps(front: Api) -> None:
+    """Alone on one engine, the prompt takes three steps, each of which draws a token too many; a
+    plain vLLM on CPU does not survive that. Over the read paths it is a single step."""
+    prompt = [100 + 7919 * index % 40_000 for index in range(600)]
+    seeded = {"temperature": 1.0, "seed": 5}
+    alone = await front.tokens(prompt, 12, prompt_logprobs=0, **seeded)
+    for _ in ("computed", "loaded"):
+        assert await front.tokens(prompt, 12, **seeded) == alone

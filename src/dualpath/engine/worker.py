@@ -1,4 +1,5 @@
-"""vLLM's worker with one addition: whoever replaces its weights advances the weight epoch."""
+"""vLLM's worker with two additions: whoever replaces its weights advances the weight epoch, and on
+CPU a seeded request may take several steps for its prompt."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.platforms import current_platform
 
 from dualpath.engine.connector import DualPathConnector
+from dualpath.engine.rewind import begin_step
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
@@ -22,6 +24,12 @@ class DualPathWorker(BaseWorker):  # type: ignore[misc]
     the front has made all older KV unreachable. It is called also when the change itself failed
     half-way: weights of which nobody knows what they are must not hit anything either.
     """
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, after seeing to it that a seeded draw can be taken back."""
+        if current_platform.is_cpu():
+            begin_step(self.model_runner)
+        return super().sample_tokens(*args, **kwargs)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's reload from disk or from given tensors."""
