@@ -27,6 +27,7 @@ app = typer.Typer(
     name="dualpath",
     help="Agents served by vLLM prefill and decode pools whose KV-cache lives on storage.",
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it would swallow the defaults, which stand in square brackets
     add_completion=False,
 )
 app.command("up")(up_command)

@@ -20,7 +20,11 @@ from dualpath.storage.types import BlockId
 
 T = TypeVar("T")
 
-store_app = typer.Typer(no_args_is_help=True, help="Look after a KV store, in use or at rest.")
+store_app = typer.Typer(
+    no_args_is_help=True,
+    help="Look after a KV store, in use or at rest.",
+    rich_markup_mode=None,  # it would swallow the defaults, which stand in square brackets
+)
 
 StorePath = Annotated[
     Path | None, typer.Argument(help="The store's directory.", show_default=False)

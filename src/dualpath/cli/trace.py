@@ -22,7 +22,11 @@ from dualpath.workload.synth import (
 )
 from dualpath.workload.trace import TraceError, Trajectory, read_trace, write_trace
 
-trace_app = typer.Typer(no_args_is_help=True, help="Make and look at workload files.")
+trace_app = typer.Typer(
+    no_args_is_help=True,
+    help="Make and look at workload files.",
+    rich_markup_mode=None,  # it would swallow the defaults, which stand in square brackets
+)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One line of JSON, last on stdout.")]
 
