@@ -34,10 +34,10 @@ demo: $(STAMP)
 	$(BIN)/dualpath demo
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not fault"
+	$(BIN)/pytest -m "not fault and not full"
 
 test-full: $(STAMP)
-	$(BIN)/pytest -m "fault or root"
+	$(BIN)/pytest -m "fault or full"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

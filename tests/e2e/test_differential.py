@@ -273,7 +273,13 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
     return [] if same else [f"{where}: {ours!r} != {theirs!r}"]
 
 
-@pytest.mark.parametrize(("path", "body"), list(cases()))
+def sampled() -> Iterator[Any]:
+    """Every fifth case is part of ``make test``, the others of ``make test-full``."""
+    for number, (path, body) in enumerate(cases()):
+        yield pytest.param(path, body, marks=[pytest.mark.full] if number % 5 else [])
+
+
+@pytest.mark.parametrize(("path", "body"), list(sampled()))
 async def test_answers_alike(front: Api, plain: Api, path: str, body: dict[str, Any]) -> None:
     """Twice, because the second time the prompt's KV comes from storage."""
     status, expected = await ask(plain, path, body)
