@@ -275,8 +275,9 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
 
 def sampled() -> Iterator[Any]:
     """Every fifth case is part of ``make test``, the others of ``make test-full``."""
-    for number, (path, body) in enumerate(cases()):
-        yield pytest.param(path, body, marks=[pytest.mark.full] if number % 5 else [])
+    for number, case in enumerate(cases()):
+        marks = [pytest.mark.full] if number % 5 else []
+        yield pytest.param(*case.values, id=case.id, marks=marks)
 
 
 @pytest.mark.parametrize(("path", "body"), list(sampled()))
