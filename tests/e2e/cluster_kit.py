@@ -23,7 +23,7 @@ from dualpath import config as cluster_config
 from dualpath.config import ClusterConfig
 from dualpath.serve import warden
 
-START_S = 420.0
+START_S = 700.0
 STOP_S = 40.0
 
 
@@ -112,6 +112,14 @@ def until_ready(running: Running, path: str, within_s: float = START_S) -> None:
                 return
         time.sleep(0.3)
     pytest.fail(f"{running.log.name}: not ready within {within_s:g} s\n{running.tail()}")
+
+
+def open_session(timeout_s: float) -> aiohttp.ClientSession:
+    """A client whose every request has a connection of its own: servers drop idle ones after 5 s,
+    and a request that meets such a moment fails without having been served."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(timeout_s), connector=aiohttp.TCPConnector(force_close=True)
+    )
 
 
 @dataclass

@@ -13,6 +13,7 @@ from cluster_kit import (
     Servers,
     cluster_description,
     free_port,
+    open_session,
     start,
     start_cluster,
     until_ready,
@@ -54,7 +55,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
+    async with open_session(100) as session:
         yield session
 
 

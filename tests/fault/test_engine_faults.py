@@ -16,7 +16,15 @@ from typing import Any
 
 import aiohttp
 import pytest
-from cluster_kit import Api, Running, cluster_description, free_port, start, until_ready
+from cluster_kit import (
+    Api,
+    Running,
+    cluster_description,
+    free_port,
+    open_session,
+    start,
+    until_ready,
+)
 from cluster_parts import Parts
 
 from dualpath.engine import models
@@ -80,8 +88,7 @@ def with_ports(config: Any) -> Any:
 
 @pytest.fixture
 async def api(bench: Bench) -> AsyncIterator[Api]:
-    timeout = aiohttp.ClientTimeout(DEADLINE_S + 30)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with open_session(DEADLINE_S + 30) as session:
         api = Api(bench.parts.url, session)
         await all_usable(api)
         yield api

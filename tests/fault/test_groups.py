@@ -19,10 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
-from cluster_kit import Api, Running, cluster_description, free_port, start_cluster, until_ready
+from cluster_kit import (
+    Api,
+    Running,
+    cluster_description,
+    free_port,
+    open_session,
+    start_cluster,
+    until_ready,
+)
 
 from dualpath.config import ClusterConfig
 from dualpath.engine import models
@@ -83,7 +90,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture
 async def api(bench: Bench) -> AsyncIterator[Api]:
     """Of whichever cluster runs; afterwards every ledger must be back to zero."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as session:
+    async with open_session(300) as session:
         api = Api(bench.cluster.url, session)
         await all_usable(api)
         yield api
@@ -262,7 +269,7 @@ async def test_the_decision_log_replays_and_the_quota_changes_no_token(bench: Be
     until_ready(bench.cluster, "/ready", START_S)
     resolved = msgspec.toml.decode((folder / "run" / "cluster.toml").read_text())
     assert resolved["scheduler"]["profile"] == str(bench.profile)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as session:
+    async with open_session(300) as session:
         api = Api(bench.cluster.url, session)
         await all_usable(api)
         assert await agents(api, "quota") == bench.right
