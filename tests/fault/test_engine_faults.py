@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -244,8 +243,3 @@ async def test_whole_cluster_restarts_and_hits(bench: Bench, api: Api, plain: Ap
     assert answer["choices"][0]["token_ids"] == await plain.tokens(longer, 8)
     stored = (len(prompt) + 70 - 1) // BLOCK * BLOCK
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == stored
-
-
-def test_nothing_was_left_in_the_store_but_blocks(bench: Bench) -> None:
-    store = Path(bench.parts.config.storage.path)
-    assert [file for file in store.rglob("*") if file.is_file() and "blocks" in file.parts]

@@ -358,7 +358,6 @@ async def running(config: ClusterConfig, tmp_path: Path) -> AsyncIterator[Pair]:
 async def test_bytes_survive_the_round_trip(pair: Pair, share: float) -> None:
     tokens = list(range(64 * 6 + 17))
     pe_first, de_first = await pair.turn("first", tokens, 0, 0, answer=list(range(60)))
-    assert [hash(part) for part in pe_first] != []
     # Every layer and block of the prompt arrived in the DE's cache as the PE computed it.
     assert by_block(pe_first) == by_block(de_first)
     hit = 6
