@@ -2,8 +2,8 @@
 
 States of what a session owns are in docs/dataflow.md. In short: buffer slots hold the blocks this
 side reads; they are released when their bytes are in the DE's buffer (or the session closes). All
-transfers between the two engines are asked for here, by the PE. ``Closed`` follows the last
-one that settles, and is therefore the proof that nothing will be written into the DE's slots any more.
+transfers between the two engines are asked for here, by the PE. ``Closed`` follows the last one
+that settles, and so proves that nothing will be written into the DE's slots any more.
 """
 
 from __future__ import annotations
