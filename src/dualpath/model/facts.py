@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from dualpath.model.families import FAMILIES, STATEFUL_FIELDS, Family
-from dualpath.model.reader import Fields, UnsupportedModel
+from dualpath.model.reader import Fields, UnsupportedModel, architecture_of, load_config
 from dualpath.model.weights import active_parameters
 
 DTYPE_BYTES: Final[dict[str, int]] = {
@@ -91,28 +89,12 @@ class ModelFacts:
             UnsupportedModel: unreadable, unknown architecture, a field missing or wrong, or layers
                 that do not keep one KV entry per token (sliding window, state space, hybrid).
         """
-        if isinstance(source, Mapping):
-            return _facts(source, "config.json", kv_dtype)
-        path = Path(source)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            decoded = msgspec.json.decode(path.read_bytes())
-        except OSError as error:
-            raise UnsupportedModel(f"{path}: cannot be read: {error.strerror}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UnsupportedModel(f"{path}: not valid JSON: {error}") from None
-        if not isinstance(decoded, dict):
-            raise UnsupportedModel(f"{path}: must hold a JSON object")
-        return _facts(decoded, str(path), kv_dtype)
+        values, where = load_config(source)
+        return _facts(values, where, kv_dtype)
 
 
 def _facts(values: Mapping[str, Any], source: str, kv_dtype: str | None) -> ModelFacts:
-    names = values.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise UnsupportedModel(
-            f"{source}: architectures: must be a list with a name, got {names!r}"
-        )
-    architecture = names[0]
+    architecture = architecture_of(values, source)
     fields = Fields(values, f"{source}: {architecture}")
     _refuse_windows_and_state(fields)
     family = FAMILIES.get(architecture)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 
 class UnsupportedModel(ValueError):
@@ -45,3 +48,36 @@ class Fields:
         """Like ``count``, but zero is allowed too."""
         value = self.values.get(field)
         return default if value in (None, 0) and value is not False else self.count(field)
+
+
+def load_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
+    """A decoded ``config.json`` from itself, its path, or the folder it lies in; and its name.
+
+    Raises:
+        UnsupportedModel: unreadable, or not a JSON object.
+    """
+    if isinstance(source, Mapping):
+        return source, "config.json"
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        decoded = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise UnsupportedModel(f"{path}: cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnsupportedModel(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(decoded, dict):
+        raise UnsupportedModel(f"{path}: must hold a JSON object")
+    return decoded, str(path)
+
+
+def architecture_of(values: Mapping[str, Any], where: str) -> str:
+    """The Hugging Face class name of a ``config.json`` read from ``where``.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    names = values.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise UnsupportedModel(f"{where}: architectures: must be a list with a name, got {names!r}")
+    return names[0]

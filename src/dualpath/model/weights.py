@@ -63,13 +63,40 @@ def _feed_forward(fields: Fields, family: Family, layers: int, hidden: int) -> i
     return _qwen_experts(fields, layers, hidden)
 
 
-def _deepseek_experts(fields: Fields, layers: int, hidden: int) -> int:
-    dense_width = fields.count("intermediate_size")
+def expert_hops(fields: Fields, family: Family) -> int:
+    """Routed experts one token visits in all layers together; 0 for a dense model.
+
+    Raises:
+        UnsupportedModel: a needed field is missing.
+    """
+    layers = fields.count("num_hidden_layers")
+    sparse = {
+        Family.MOE_MIXTRAL: layers,
+        Family.MOE_DEEPSEEK: _deepseek_sparse(fields, layers),
+        Family.MOE_QWEN: _qwen_sparse(fields, layers),
+    }.get(family, 0)
+    return sparse * fields.count("num_experts_per_tok") if sparse else 0
+
+
+def _deepseek_sparse(fields: Fields, layers: int) -> int:
     if not fields.has("n_routed_experts"):
-        return layers * 3 * hidden * dense_width
+        return 0
     every = fields.count("moe_layer_freq", 1)
     first = fields.whole("first_k_dense_replace")
-    sparse = sum(1 for layer in range(layers) if layer >= first and layer % every == 0)
+    return sum(1 for layer in range(layers) if layer >= first and layer % every == 0)
+
+
+def _qwen_sparse(fields: Fields, layers: int) -> int:
+    step = fields.count("decoder_sparse_step", 1)
+    dense_layers = fields.values.get("mlp_only_layers") or []
+    return sum(1 for n in range(layers) if n not in dense_layers and (n + 1) % step == 0)
+
+
+def _deepseek_experts(fields: Fields, layers: int, hidden: int) -> int:
+    dense_width = fields.count("intermediate_size")
+    sparse = _deepseek_sparse(fields, layers)
+    if not sparse:
+        return layers * 3 * hidden * dense_width
     experts = fields.count("num_experts_per_tok") + fields.whole("n_shared_experts")
     routed = hidden * fields.count("n_routed_experts")
     expert = 3 * hidden * fields.count("moe_intermediate_size")
@@ -77,9 +104,7 @@ def _deepseek_experts(fields: Fields, layers: int, hidden: int) -> int:
 
 
 def _qwen_experts(fields: Fields, layers: int, hidden: int) -> int:
-    step = fields.count("decoder_sparse_step", 1)
-    dense_layers = fields.values.get("mlp_only_layers") or []
-    sparse = sum(1 for n in range(layers) if n not in dense_layers and (n + 1) % step == 0)
+    sparse = _qwen_sparse(fields, layers)
     routed = hidden * fields.count("num_experts")
     chosen = fields.count("num_experts_per_tok") * fields.count("moe_intermediate_size")
     shared = fields.whole("shared_expert_intermediate_size")

@@ -16,6 +16,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from dualpath.workload.block_tokens import BlockTokens
+from dualpath.workload.blocks import has_blocks
 from dualpath.workload.stream import Answer, Failure, RequestFailed
 from dualpath.workload.trace import Trajectory
 
@@ -82,7 +84,8 @@ class TokenAgent:
     """Replays a trajectory with random tokens; see ``Agent``.
 
     Appends are drawn from ``random.Random(f"{seed}/{number}/{round}")``: they depend on nothing
-    else, and no two agents share a prefix.
+    else, and no two agents share a prefix, unless the trace says with block ids which prompts do:
+    then agents of the same copy of the trace share those blocks (``block_tokens``).
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class TokenAgent:
         seed: int,
         vocab_size: int = DEFAULT_VOCAB,
         stand_in: bool = False,
+        copy: int = 0,
     ) -> None:
         """
         Args:
@@ -101,9 +105,10 @@ class TokenAgent:
             vocab_size: ids are drawn from ``FIRST_PLAIN_ID`` up to this, exclusive.
             stand_in: continue with random ids in place of the answer's own, for servers that do
                 not give them. Blocks of the answers are then never hit.
+            copy: how often the trace was used before; other copies share no blocks.
 
         Raises:
-            ValueError: the vocabulary is too small.
+            ValueError: the vocabulary is too small, or the trajectory's block ids make no sense.
         """
         if vocab_size <= FIRST_PLAIN_ID:
             raise ValueError(f"vocab must be above {FIRST_PLAIN_ID}, got {vocab_size}")
@@ -115,10 +120,18 @@ class TokenAgent:
         self._ids = range(FIRST_PLAIN_ID, vocab_size)
         self._stand_in = stand_in
         self._context = array("I")
+        self._blocks: BlockTokens | None = None
+        if has_blocks(trajectory):
+            self._blocks = BlockTokens(trajectory, f"{seed}/{copy}", self._ids)
 
     def ask(self, index: int) -> Ask | None:
         item = self._rounds[index]
-        self._context.extend(self._draw(f"{index}", item.append_tokens))
+        missing = item.append_tokens
+        if self._blocks is not None:
+            shared = self._blocks.draw(index, len(self._context), missing)
+            self._context.extend(shared)
+            missing -= len(shared)
+        self._context.extend(self._draw(f"{index}", missing))
         if item.gen_tokens == 0:
             return None
         body: dict[str, Any] = {"prompt": self._context.tolist(), "ignore_eos": True}
@@ -226,7 +239,14 @@ def token_agents(
     """``count`` agents; trajectories are used again from the start when there are fewer, with
     other tokens each time."""
     return [
-        TokenAgent(trajectories[n % len(trajectories)], n, seed, vocab_size, stand_in)
+        TokenAgent(
+            trajectories[n % len(trajectories)],
+            n,
+            seed,
+            vocab_size,
+            stand_in,
+            copy=n // len(trajectories),
+        )
         for n in range(count)
     ]
 

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from dualpath import measuring
 from dualpath.config import Role
 from dualpath.workload.client import Endpoint
 from dualpath.workload.front import STATE_PATH
@@ -44,7 +45,7 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Prompt tokens served since the front started."""
+    """Prompt tokens served since the front started, without those of measurements."""
 
     hit: int
     miss: int
@@ -111,7 +112,7 @@ class Target:
         self._model = model
         self._timeout_s = timeout_s
         # Nobody else's blocks may be hit, and ours by nobody else.
-        self._salt = f"dualpath-profile-{secrets.token_hex(8)}"
+        self._salt = f"{measuring.SALT}{secrets.token_hex(8)}"
 
     async def view(self) -> View:
         """The front's state now.

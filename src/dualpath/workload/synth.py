@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
+from dualpath.workload.latency import LogNormal, with_latency
 from dualpath.workload.trace import Round, Trajectory
 
 APPEND_SIGMA: Final = 1.6
@@ -112,15 +113,10 @@ def with_tool_latency(
 ) -> Iterator[Trajectory]:
     """The same trajectories with log-normal tool latencies between their rounds.
 
-    Public coding-agent sessions show a median of 11 s and a sigma of 1.2.
+    Public coding-agent sessions show a median of 11 s and a sigma of 1.2. Other distributions:
+    ``workload.latency``.
     """
-    for index, trajectory in enumerate(trajectories):
-        rng = random.Random(f"latency:{seed}:{index}")
-        rounds = [
-            Round(item.append_tokens, item.gen_tokens, _log_normal(rng, median_s, sigma))
-            for item in trajectory.rounds
-        ]
-        yield replace(trajectory, rounds=_finish(rounds))
+    return with_latency(trajectories, LogNormal(median_s, sigma), seed)
 
 
 def _trajectory(row: Row, seed: int, index: int) -> Trajectory:

@@ -72,6 +72,26 @@ class Trajectory:
         """Length of the context after the last answer."""
         return sum(item.append_tokens + item.gen_tokens for item in self.rounds)
 
+    def cut(self, max_tokens: int) -> Trajectory | None:
+        """The rounds before the first one whose answer would end beyond ``max_tokens``; None when
+        there is none. Block ids are cut along."""
+        context = kept = 0
+        for item in self.rounds:
+            context += item.append_tokens + item.gen_tokens
+            if context > max_tokens:
+                break
+            kept += 1
+        if kept == len(self.rounds):
+            return self
+        if not kept:
+            return None
+        last = self.rounds[kept - 1]
+        rounds = (*self.rounds[: kept - 1], Round(last.append_tokens, last.gen_tokens, None))
+        extra = dict(self.extra)
+        if isinstance(extra.get("blocks"), list):
+            extra["blocks"] = extra["blocks"][:kept]
+        return Trajectory(self.id, rounds, extra)
+
 
 _LINE: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ID: Final = msgspec.json.Decoder(Annotated[str, Meta(min_length=1)])
@@ -116,7 +136,7 @@ def read_trace(path: str | Path) -> Iterator[Trajectory]:
     number = 0
     found = False
     try:
-        with _open(Path(path)) as stream:
+        with open_plain_or_gzip(Path(path)) as stream:
             for number, line in enumerate(stream, 1):
                 if line.isspace():
                     continue
@@ -168,7 +188,12 @@ def write_trace(path: str | Path, trajectories: Iterable[Trajectory]) -> int:
     return count
 
 
-def _open(path: Path) -> BinaryIO:
+def open_plain_or_gzip(path: Path) -> BinaryIO:
+    """A file for reading, unpacked when its first bytes say gzip.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     plain = path.open("rb")
     try:
         zipped = plain.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC

@@ -1,0 +1,1 @@
+"""Public workload formats, read as trajectories. One module a format."""
