@@ -20,6 +20,8 @@ from dualpath.scheduler import (
     SchedulerError,
     SchedulerSettings,
 )  # fmt: skip
+from dualpath.scheduler.attention_time import AttentionTimeModel
+from dualpath.scheduler.profile import Profile
 
 pytestmark = pytest.mark.unit
 
@@ -534,3 +536,14 @@ def test_a_mode_has_its_own_policy_unless_one_is_configured() -> None:
         Mode.ORACLE: "paper",
     }
     assert SchedulerSettings.of(SchedulerConfig(policy="split"), Mode.DUALPATH).policy == "split"
+
+
+def test_measured_thresholds_go_before_those_of_the_file() -> None:
+    described = SchedulerConfig(alpha_tokens=7, beta_tokens=9, z_factor=1.5)
+    cost = AttentionTimeModel(0.0, 1e-4, 0.0, 0.0, 0.0)
+    profile = Profile("tiny", "a desk", 100, {"n": 1e6}, 500.0, 0.5, cost)
+    plain = SchedulerSettings.of(described, Mode.DUALPATH)
+    measured = SchedulerSettings.of(described, Mode.DUALPATH, profile)
+    assert (plain.alpha_tokens, plain.beta_tokens) == (7, 9)
+    assert (measured.alpha_tokens, measured.beta_tokens) == (30_000, 5_000)
+    assert measured.z_factor == 1.5

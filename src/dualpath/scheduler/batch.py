@@ -70,6 +70,26 @@ def cut_batch(
     return counts
 
 
+def share_of_long(left_tokens: Sequence[int], budget_tokens: int) -> int:
+    """Most tokens of one prompt in the next step, so that a long one does not hold up short ones.
+
+    A prompt is long when the step could be filled with it alone. While short ones wait beside
+    ``k`` long ones, each long one gets one part of ``k + 1``, and the short ones the last part.
+    Not in the paper, whose batches are first in, first out.
+
+    Args:
+        left_tokens: prompt tokens still to be computed, per request.
+        budget_tokens: tokens of the step, at least 1.
+
+    Returns:
+        0 for no limit: there are only long prompts, or only short ones.
+    """
+    long = sum(left >= budget_tokens for left in left_tokens)
+    if long in (0, len(left_tokens)):
+        return 0
+    return max(1, budget_tokens // (long + 1))
+
+
 def _most_tokens(cached: int, bsz: int, left_s: float, cost: AttentionCost) -> int:
     """Largest count up to ``bsz`` whose time is at most ``left_s``."""
     if bsz == 0 or cost.request_s(cached, bsz) <= left_s:

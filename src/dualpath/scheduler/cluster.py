@@ -84,6 +84,7 @@ class Cluster:
         group = engine.group
         group.active = [member for member in group.engines.values() if member.active]
         group.tok = sum(member.tok for member in group.active)
+        group.miss = sum(member.miss for member in group.active)
         group.free = sum(member.free for member in group.active)
         group.largest = max((member.capacity for member in group.active), default=0)
         self.active[engine.role] = [
@@ -114,6 +115,10 @@ class Cluster:
         engine.half_seq += 1
         if engine.active:
             engine.group.tok += tokens
+        if engine.role is Role.PREFILL:
+            engine.miss += entry.miss
+            if engine.active:
+                engine.group.miss += entry.miss
         if need:
             engine.promised += need
             self._refresh_free(engine)
@@ -163,6 +168,10 @@ class Cluster:
             engine.tok = engine.known_tok = engine.seq = engine.known_seq = 0
         if engine.active:
             engine.group.tok += engine.tok - before
+        if engine.role is Role.PREFILL:
+            engine.miss -= entry.miss
+            if engine.active:
+                engine.group.miss -= entry.miss
         if hold.need:
             engine.promised -= hold.need
             self._refresh_free(engine)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dualpath.config import Role
 from dualpath.scheduler.cluster import Cluster
 from dualpath.scheduler.queues import Queues
 from dualpath.scheduler.state import Engine, Entry, Group, Node
@@ -33,6 +34,8 @@ def _check_engine(engine: Engine) -> None:
     new_tok = sum(hold.entry.tokens for hold in new)
     assert engine.tok == engine.known_tok + new_tok >= new_tok, f"tok of {name}"
     assert engine.seq == engine.known_seq + len(new) >= len(new), f"seq of {name}"
+    computes = sum(hold.entry.miss for hold in holds) if engine.role is Role.PREFILL else 0
+    assert engine.miss == computes, f"miss of {name}"
     assert engine.promised == sum(hold.need for hold in holds), f"promised of {name}"
     assert engine.promised <= engine.capacity, f"HBM of {name} is over-committed"
     claimed = max(engine.promised, engine.used)
@@ -52,6 +55,7 @@ def _check_group(group: Group) -> None:
     active = [engine for engine in group.engines.values() if engine.active]
     assert group.active == active, f"active engines of {name}"
     assert group.tok == sum(engine.tok for engine in active), f"tok of {name}"
+    assert group.miss == sum(engine.miss for engine in active), f"miss of {name}"
     assert group.free == sum(engine.free for engine in active), f"free HBM of {name}"
     queued = list(group.queue.values())
     assert group.queued == sum(entry.tokens for entry in queued), f"queued tokens of {name}"

@@ -199,6 +199,22 @@ class Scheduler:
     # ---- looking in ----------------------------------------------------------------------------
 
     @property
+    def waiting_prefill(self) -> int:
+        """Requests without a PE. O(1)."""
+        return len(self._queues.fifo)
+
+    def waiting_decode(self, group: str) -> int:
+        """Requests without a DE that the next fetch of ``group`` will look at. O(1).
+
+        Raises:
+            SchedulerError: no such group.
+        """
+        known = self._cluster.groups.get(group)
+        if known is None:
+            raise SchedulerError(f"no group is called {group!r}")
+        return len(self._queues.arrived) + len(known.queue)
+
+    @property
     def idle(self) -> bool:
         """Whether no request is queued or assigned and nothing is promised, held or to be read."""
         return not self._entries and not any(

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from dualpath.config import Mode, SchedulerConfig
+from dualpath.scheduler.profile import Profile
 
 
 class PolicySet(msgspec.Struct, frozen=True):
@@ -23,6 +24,8 @@ POLICY_SETS: Final[Mapping[str, PolicySet]] = MappingProxyType(
     {
         "paper": PolicySet("least_tokens", "balanced", "shorter_queue"),
         "split": PolicySet("least_tokens", "balanced", "split"),
+        # Ours: docs/policies.md.
+        "work": PolicySet("least_work", "balanced", "split"),
         "pe_only": PolicySet("least_tokens", "balanced", "pe_only"),
         "de_only": PolicySet("least_tokens", "balanced", "de_only"),
         "alternating": PolicySet("least_tokens", "balanced", "alternating"),
@@ -85,15 +88,19 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
         )
 
     @classmethod
-    def of(cls, config: SchedulerConfig, mode: Mode) -> SchedulerSettings:
-        """Settings of a cluster; without a policy the mode's own is taken.
+    def of(
+        cls, config: SchedulerConfig, mode: Mode, profile: Profile | None = None
+    ) -> SchedulerSettings:
+        """Settings of a cluster; without a policy the mode's own is taken, and a profile's
+        thresholds go before those of the file.
 
         Raises:
             ValueError: the policy's name is unknown.
         """
+        measured = config if profile is None else profile
         return cls(
-            alpha_tokens=config.alpha_tokens,
-            beta_tokens=config.beta_tokens,
+            alpha_tokens=measured.alpha_tokens,
+            beta_tokens=measured.beta_tokens,
             z_factor=config.z_factor,
             policy=config.policy or _OF_MODE[mode],
         )

@@ -45,15 +45,15 @@ class Group:
 
     Attributes:
         active: engines that may get work, in order of registration.
-        tok, free: their tokens and free HBM.
+        tok, miss, free: their tokens, tokens to be computed (see ``Engine``) and free HBM.
         queue, queued: the private queue (DE groups) and its prompt tokens.
         largest: the largest HBM among ``active``: nothing larger may enter the private queue.
         index_key: key of this group's live entry in the group index.
     """
 
     __slots__ = (
-        "active", "engines", "free", "index_key", "largest", "last_fetch_s", "name", "queue",
-        "queued", "rank", "role", "tok",
+        "active", "engines", "free", "index_key", "largest", "last_fetch_s", "miss", "name",
+        "queue", "queued", "rank", "role", "tok",
     )  # fmt: skip
 
     def __init__(self, name: str, role: Role, rank: int) -> None:
@@ -63,6 +63,7 @@ class Group:
         self.engines: dict[str, Engine] = {}
         self.active: list[Engine] = []
         self.tok = 0
+        self.miss = 0
         self.free = 0
         self.largest = 0
         self.queue: Queue = OrderedDict()
@@ -83,6 +84,9 @@ class Engine:
     which that report does not know. ``half_*`` are those of them whose requests still lack their
     other side: no fetch has returned them, so no report can know them.
 
+    ``miss`` are the miss tokens of every request on a PE until its prefill is over: always counted
+    here, since no report tells them.
+
     ``promised`` is the HBM of every request assigned and not finished, all its life long; ``free``
     is what is left. ``used`` and ``promised`` overlap, since a promise is kept by using it, so the
     larger of the two counts.
@@ -90,8 +94,8 @@ class Engine:
 
     __slots__ = (
         "active", "capacity", "epoch", "free", "group", "half_seq", "half_tok", "holds",
-        "known_seq", "known_tok", "name", "node", "promised", "rank", "reported_s", "role", "seq",
-        "tok", "used",
+        "known_seq", "known_tok", "miss", "name", "node", "promised", "rank", "reported_s",
+        "role", "seq", "tok", "used",
     )  # fmt: skip
 
     def __init__(self, spec: EngineSpec, node: Node, group: Group, rank: int) -> None:
@@ -104,6 +108,7 @@ class Engine:
         self.active = False
         self.tok = self.known_tok = self.half_tok = 0
         self.seq = self.known_seq = self.half_seq = 0
+        self.miss = 0
         self.epoch = 0
         self.used = 0
         self.promised = 0
@@ -120,13 +125,15 @@ class Entry:
     """
 
     __slots__ = (
-        "arrival", "complete", "decode", "group", "need", "prefill", "request", "rid", "tokens",
+        "arrival", "complete", "decode", "group", "miss", "need", "prefill", "request", "rid",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrival: int) -> None:
         self.request: Final = request
         self.rid: Final = request.rid
         self.tokens: Final = request.prompt_tokens
+        self.miss: Final = request.prompt_tokens - request.hit_tokens
         self.need: Final = request.hbm_tokens
         self.arrival: Final = arrival
         self.complete = False

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from dualpath.scheduler.cluster import Cluster
 from dualpath.scheduler.engine_levels import EngineLevels
 from dualpath.scheduler.settings import SchedulerSettings
 from dualpath.scheduler.state import Engine, Group
+
+_SCANS: Final = 6
+"""Requests of a fetch after which sorting the engines pays."""
 
 
 class Policy:
@@ -32,11 +36,41 @@ class Policy:
 
 
 class _Chooser:
+    """Looks at every engine for the first few requests, since that is cheaper than to sort them,
+    and sorts them for the rest. Both give the same engine."""
+
     def __init__(self, engines: list[Engine], z_tokens: int) -> None:
-        self._levels = EngineLevels(engines)
+        self._engines = engines
+        self._levels: EngineLevels | None = None
+        self._scans = _SCANS
         self._z_tokens = z_tokens
 
     def choose(self, tokens: int, need: int) -> Engine | None:
         """O(log engines) as a rule, see ``EngineLevels``."""
+        limit = self._z_tokens - tokens
         levels = self._levels
-        return levels.fewest_requests(need, self._z_tokens - tokens) or levels.least_tokens(need)
+        if levels is None:
+            if self._scans:
+                self._scans -= 1
+                return _scan(self._engines, need, limit)
+            levels = self._levels = EngineLevels(self._engines)
+        return levels.fewest_requests(need, limit) or levels.least_tokens(need)
+
+
+def _scan(engines: list[Engine], need: int, tok_limit: int) -> Engine | None:
+    """Least (seq, tok, rank) of those with room and at most ``tok_limit`` tokens, else least
+    (tok, rank) of those with room."""
+    low: Engine | None = None
+    high: Engine | None = None
+    low_seq = low_tok = high_tok = 0
+    for engine in engines:  # by rank
+        if engine.free < need:
+            continue
+        tok = engine.tok
+        if tok <= tok_limit:
+            seq = engine.seq
+            if low is None or seq < low_seq or (seq == low_seq and tok < low_tok):
+                low, low_seq, low_tok = engine, seq, tok
+        elif low is None and (high is None or tok < high_tok):
+            high, high_tok = engine, tok
+    return high if low is None else low

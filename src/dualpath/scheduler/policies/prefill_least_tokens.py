@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from typing import Final
 
 from dualpath.scheduler.cluster import Cluster
 from dualpath.scheduler.settings import SchedulerSettings
 from dualpath.scheduler.state import Engine, Group
+
+_SCANS: Final = 5
+"""Requests of a fetch from which on sorting the engines pays."""
 
 
 class Policy:
@@ -28,24 +32,58 @@ class Policy:
 
 
 class _Chooser:
-    """One heap a category, of ``(tok_e, rank, engine)``.
+    """Looks at every engine for the first few requests, since that is cheaper than to sort them,
+    and sorts them for the rest. Both give the same engine.
 
-    Loads and read queues only rise during a fetch, so an entry can only be too small, or in the
-    short heap while its node's queue has grown long: both are put right when it comes to the top.
+    Sorted: one heap a category, of ``(tok_e, rank, engine)``. Loads and read queues only rise
+    during a fetch, so an entry can only be too small, or in the short heap while its node's queue
+    has grown long: both are put right when it comes to the top.
     """
 
     def __init__(self, engines: list[Engine], alpha: int, beta: int) -> None:
+        self._engines = engines
         self._alpha = alpha
         self._beta = beta
-        usable = [(engine.tok, engine.rank, engine) for engine in engines if engine.tok <= beta]
+        self._scans = _SCANS
+        self._short: list[tuple[int, int, Engine]] = []
+        self._long: list[tuple[int, int, Engine]] = []
+
+    def choose(self, tokens: int) -> Engine | None:
+        """Amortised O(log engines)."""
+        del tokens  # a request may lift an engine above beta: only what it had before counts
+        if self._scans:
+            self._scans -= 1
+            if not self._scans:
+                self._sort()
+            else:
+                return self._scan()
+        return self._from_heaps()
+
+    def _scan(self) -> Engine | None:
+        short: Engine | None = None
+        long: Engine | None = None
+        short_tok = long_tok = 0
+        alpha, beta = self._alpha, self._beta
+        for engine in self._engines:  # by rank
+            tok = engine.tok
+            if tok > beta:
+                continue
+            if engine.node.read_q <= alpha:
+                if short is None or tok < short_tok:
+                    short, short_tok = engine, tok
+            elif short is None and (long is None or tok < long_tok):
+                long, long_tok = engine, tok
+        return long if short is None else short
+
+    def _sort(self) -> None:
+        alpha, beta = self._alpha, self._beta
+        usable = [(one.tok, one.rank, one) for one in self._engines if one.tok <= beta]
         self._short = [entry for entry in usable if entry[2].node.read_q <= alpha]
         self._long = [entry for entry in usable if entry[2].node.read_q > alpha]
         heapq.heapify(self._short)
         heapq.heapify(self._long)
 
-    def choose(self, tokens: int) -> Engine | None:
-        """Amortised O(log engines)."""
-        del tokens  # a request may lift an engine above beta: only what it had before counts
+    def _from_heaps(self) -> Engine | None:
         heap = self._short
         while heap:
             tok, rank, engine = heap[0]
