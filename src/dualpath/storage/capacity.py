@@ -119,7 +119,7 @@ class Ledger:
             ledger = cls(store, capacity_bytes, temp, counters)
             try:
                 ledger._join(time.monotonic() + _OPEN_DEADLINE_S)
-            except BaseException:
+            except BaseException:  # an interrupt too: the handle is ours until we return
                 ledger.close()
                 raise
         except OSError as error:

@@ -34,6 +34,21 @@ class EpochState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     in_place: bool = False
 
 
+def decode_epoch(raw: bytes, where: object) -> EpochState:
+    """What an epoch file says.
+
+    Raises:
+        StoreError: it is none; ``where`` names it.
+    """
+    try:
+        state = msgspec.json.decode(raw, type=EpochState)
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{where}: not an epoch file: {error}") from error
+    if state.weight_epoch < 0:
+        raise StoreError(f"{where}: weight_epoch {state.weight_epoch} is below zero")
+    return state
+
+
 class EpochFile:
     """``<store>/epoch.json``. Any thread and process may call.
 
@@ -58,13 +73,7 @@ class EpochFile:
             return EpochState()
         except OSError as error:
             raise StoreError(f"{self._path}: {error.strerror}") from error
-        try:
-            state = msgspec.json.decode(raw, type=EpochState)
-        except msgspec.MsgspecError as error:
-            raise StoreError(f"{self._path}: not an epoch file: {error}") from error
-        if state.weight_epoch < 0:
-            raise StoreError(f"{self._path}: weight_epoch {state.weight_epoch} is below zero")
-        return state
+        return decode_epoch(raw, self._path)
 
     def advance(self, *, in_place: bool, timeout_s: float = 10.0) -> EpochState:
         """Add one to the epoch; durable when this returns.

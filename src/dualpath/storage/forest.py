@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dualpath.storage.paths import scan_entries
+from dualpath.storage.paths import scan_entries, scan_files
 from dualpath.storage.types import BlockId
 
 UNKNOWN_USE_S: Final = float("-inf")
@@ -48,7 +48,7 @@ def count_bytes(store: Path) -> int:
         OSError: a directory cannot be listed.
     """
     total = 0
-    for _root, _block, entry in scan_entries(store):
+    for _root, entry in scan_files(store):
         try:
             total += entry.stat(follow_symlinks=False).st_size
         except FileNotFoundError:

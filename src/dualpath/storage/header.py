@@ -25,7 +25,7 @@ from typing import Final
 
 import xxhash
 
-from dualpath.blocks import ALIGNMENT_BYTES, KEY_BYTES
+from dualpath.blocks import ALIGNMENT_BYTES, KEY_BYTES, BlockLayout
 
 HEADER_BYTES: Final = ALIGNMENT_BYTES
 FORMAT_VERSION: Final = 1
@@ -113,3 +113,11 @@ def checksum(data: bytes | memoryview) -> bytes:
     """xxh3_128 of ``data``: 16 bytes."""
     digest: bytes = xxhash.xxh3_128_digest(data)
     return digest
+
+
+def fingerprint(layout: BlockLayout) -> str:
+    """Geometry in words, kept in every header."""
+    return (
+        f"layers={layout.num_layers} tokens={layout.block_tokens} "
+        f"token_layer_bytes={layout.token_layer_bytes}"
+    )

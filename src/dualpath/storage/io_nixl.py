@@ -94,8 +94,8 @@ class _Lane:
         if state == "PROC":
             try:
                 state = self._poll(handle)
-            except BaseException:
-                # An interrupt of this thread: the memory may only be given back when it is over.
+            except BaseException:  # an interrupt of this thread
+                # The memory may only be given back when the transfer is over.
                 self._poll(handle)
                 raise
         if state != "DONE":
@@ -159,7 +159,7 @@ class NixlPosixIO:
             return [ETIMEDOUT] * len(ops)
         try:
             failure, lane = self._attempt(lane, direction, ops)
-        except BaseException:
+        except BaseException:  # an interrupt too: the next caller makes a lane of its own
             self._tokens.put(None)
             raise
         self._tokens.put(lane)

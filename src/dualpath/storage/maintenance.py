@@ -8,67 +8,28 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dualpath.storage.capacity import Ledger
-from dualpath.storage.forest import Forest, StoredFile
-from dualpath.storage.header import HEADER_BYTES, HeaderError, checksum, decode
-from dualpath.storage.paths import block_path, scan_entries
+from dualpath.storage.forest import Forest
+from dualpath.storage.paths import block_path, scan_blocks
 from dualpath.storage.room import Unlimited, settle_deadline
 from dualpath.storage.types import BlockId
+from dualpath.storage.upkeep import (
+    Books,
+    FsckReport,
+    GcReport,
+    RootStats,
+    stats_of,
+)
+from dualpath.storage.verify import fault_of
 
 GC_DEADLINE_S: Final = 60.0
 """How long ``gc`` waits for running engines to let it at the books."""
 _OPEN_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-
-
-@dataclass(frozen=True, slots=True)
-class RootStats:
-    """One namespace.
-
-    Attributes:
-        blocks, stored_bytes: files and their sizes.
-        unreachable_blocks: whose chain of parents has a gap; no prompt can hit them now.
-        oldest_use_s, newest_use_s: times of use, seconds since 1970.
-    """
-
-    blocks: int
-    stored_bytes: int
-    unreachable_blocks: int
-    oldest_use_s: float
-    newest_use_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class FsckReport:
-    """What ``fsck`` found.
-
-    Attributes:
-        checked: blocks read.
-        corrupt: ``(root, block, reason)`` of each bad one.
-        removed: how many of those were removed.
-    """
-
-    checked: int
-    corrupt: list[tuple[bytes, BlockId, str]]
-    removed: int
-
-
-@dataclass(frozen=True, slots=True)
-class GcReport:
-    """What ``gc`` did.
-
-    Attributes:
-        removed: ``(root, block)`` in the order of removal.
-        freed_bytes, kept_bytes: sizes of the removed and the remaining files.
-    """
-
-    removed: list[tuple[bytes, BlockId]]
-    freed_bytes: int
-    kept_bytes: int
 
 
 def stats(store: str | Path) -> dict[bytes, RootStats]:
@@ -77,29 +38,7 @@ def stats(store: str | Path) -> dict[bytes, RootStats]:
     Raises:
         OSError: a directory cannot be listed.
     """
-    forest = Forest.scan(Path(store))
-    reachable = forest.reachable()
-    by_root: dict[bytes, list[StoredFile]] = {}
-    for file in forest.files.values():
-        by_root.setdefault(file.root, []).append(file)
-    return {
-        root: RootStats(
-            blocks=len(files),
-            stored_bytes=sum(file.size_bytes for file in files),
-            unreachable_blocks=sum(f.name not in reachable for f in files),
-            oldest_use_s=min(file.used_s for file in files),
-            newest_use_s=max(file.used_s for file in files),
-        )
-        for root, files in by_root.items()
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """What the processes that hold a capacity have entered; see ``capacity``."""
-
-    published_bytes: int
-    reserved_bytes: int
+    return stats_of(Forest.scan(Path(store)))
 
 
 def books(store: str | Path) -> Books | None:
@@ -129,8 +68,8 @@ def fsck(store: str | Path, *, repair: bool = False) -> FsckReport:
     checked, removed = 0, 0
     bad: list[tuple[Path, int]] = []
     corrupt: list[tuple[bytes, BlockId, str]] = []
-    for root, block, entry in list(scan_entries(store)):
-        path = Path(entry.path)
+    for root, block in list(scan_blocks(store)):
+        path = block_path(store, root, block)
         try:
             reason = _fault(path, root, block)
         except FileNotFoundError:
@@ -202,14 +141,35 @@ def _fault(path: Path, root: bytes, block: BlockId) -> str:
     fd = os.open(path, _OPEN_FLAGS)
     with os.fdopen(fd, "rb") as file:
         data = memoryview(file.read())
-    try:
-        header = decode(data[:HEADER_BYTES])
-    except HeaderError as error:
-        return str(error)
-    if (header.root, header.key, header.parent) != (root, block.key, block.parent):
-        return "it holds another block"
-    if len(data) != HEADER_BYTES + header.stored_bytes:
-        return f"it has {len(data)} bytes"
-    if checksum(data[HEADER_BYTES:]) != header.checksum:
-        return "payload checksum is wrong"
-    return ""
+    return fault_of(data, root, block)
+
+
+class DirectoryUpkeep:
+    """See ``Upkeep``: the functions above, for one directory."""
+
+    def __init__(self, store: Path) -> None:
+        self.where = str(store)
+        self._store = store
+
+    def scan(self) -> Iterator[tuple[bytes, BlockId]]:
+        """See ``Upkeep``."""
+        return scan_blocks(self._store)
+
+    def stats(self) -> dict[bytes, RootStats]:
+        """See ``Upkeep``."""
+        return stats(self._store)
+
+    def books(self) -> Books | None:
+        """See ``Upkeep``."""
+        return books(self._store)
+
+    def fsck(self, *, repair: bool = False) -> FsckReport:
+        """See ``Upkeep``."""
+        return fsck(self._store, repair=repair)
+
+    def gc(self, target_bytes: int, *, min_age_s: float = 0.0) -> GcReport:
+        """See ``Upkeep``."""
+        return gc(self._store, target_bytes, min_age_s=min_age_s)
+
+    def close(self) -> None:
+        """See ``Upkeep``. Nothing is held."""

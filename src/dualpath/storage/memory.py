@@ -1,11 +1,13 @@
-"""Page-aligned memory for headers, and addresses of the caller's slots."""
+"""Page-aligned memory for headers, and the caller's slots."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 
-from dualpath.blocks import ALIGNMENT_BYTES
+from dualpath.blocks import ALIGNMENT_BYTES, KEY_BYTES
+from dualpath.storage.types import BlockId
 
 
 def aligned_buffers(count: int, size_bytes: int) -> list[memoryview]:
@@ -37,3 +39,19 @@ def check_slot(view: memoryview, slot_bytes: int) -> memoryview:
     if address_of(plain) % ALIGNMENT_BYTES:
         raise ValueError(f"a slot must start on a {ALIGNMENT_BYTES}-byte boundary")
     return plain
+
+
+def check_call(
+    root: bytes, blocks: Sequence[BlockId], slots: Sequence[memoryview], slot_bytes: int
+) -> list[memoryview]:
+    """The slots as plain bytes, if blocks and slots fit each other.
+
+    Raises:
+        ValueError: the counts differ, a digest has a wrong length, or see ``check_slot``.
+    """
+    if len(blocks) != len(slots):
+        raise ValueError(f"{len(blocks)} blocks but {len(slots)} slots")
+    for digest in (root, *(part for block in blocks for part in (block.key, block.parent))):
+        if len(digest) != KEY_BYTES:
+            raise ValueError(f"a root, key or parent is {KEY_BYTES} bytes, not {len(digest)}")
+    return [check_slot(slot, slot_bytes) for slot in slots]

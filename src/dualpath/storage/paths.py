@@ -13,6 +13,7 @@ A block's file name carries key and parent, so a directory listing alone rebuild
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -23,7 +24,9 @@ from dualpath.storage.types import BlockId
 BLOCKS_DIR: Final = "blocks"
 TMP_DIR: Final = "tmp"
 _HEX: Final = 2 * KEY_BYTES
-_NAME_LENGTH: Final = 2 * _HEX + 1
+# Capitals, which ``bytes.fromhex`` would take too, name another file.
+_DIGEST: Final = re.compile(rf"[0-9a-f]{{{_HEX}}}")
+_NAME: Final = re.compile(rf"{_DIGEST.pattern}\.{_DIGEST.pattern}")
 
 
 def block_dir(store: Path, root: bytes, key: bytes) -> Path:
@@ -43,26 +46,40 @@ def block_path(store: Path, root: bytes, block: BlockId) -> Path:
 
 def parse_name(name: str) -> BlockId | None:
     """The block that ``name`` names, or None when it is no block's name."""
-    if len(name) != _NAME_LENGTH or name[_HEX] != ".":
-        return None
-    key, parent = _digest(name[:_HEX]), _digest(name[_HEX + 1 :])
-    return None if key is None or parent is None else BlockId(key, parent)
+    return _block_of(name) if _NAME.fullmatch(name) else None
+
+
+def _block_of(name: str) -> BlockId:
+    return BlockId(bytes.fromhex(name[:_HEX]), bytes.fromhex(name[_HEX + 1 :]))
+
+
+def scan_files(
+    store: str | Path, root: bytes | None = None
+) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+    """Directory entries of all block files with their root; see ``scan_blocks``.
+
+    An entry's ``stat`` works until the next one is taken; its ``path`` is only the name.
+    """
+    is_name = _NAME.fullmatch
+    for root_entry in _entries(f"{store}/{BLOCKS_DIR}"):
+        digest = parse_digest(root_entry.name)
+        if digest is None or (root is not None and digest != root):
+            continue
+        for byte_entry in _entries(root_entry.path):
+            folder = byte_entry.name
+            for entry in _entries_below(byte_entry.path):
+                name = entry.name
+                # A file in the wrong folder would never be found by a reader.
+                if name[:2] == folder and is_name(name):
+                    yield digest, entry
 
 
 def scan_entries(
     store: str | Path, root: bytes | None = None
 ) -> Iterator[tuple[bytes, BlockId, os.DirEntry[str]]]:
-    """Every block file with its directory entry; see ``scan_blocks``."""
-    for root_entry in _entries(f"{store}/{BLOCKS_DIR}"):
-        digest = _digest(root_entry.name)
-        if digest is None or (root is not None and digest != root):
-            continue
-        for byte_entry in _entries(root_entry.path):
-            for entry in _entries(byte_entry.path):
-                block = parse_name(entry.name)
-                # A file in the wrong folder would never be found by a reader.
-                if block is not None and entry.name[:2] == byte_entry.name:
-                    yield digest, block, entry
+    """``scan_files`` with the blocks' names."""
+    for digest, entry in scan_files(store, root):
+        yield digest, _block_of(entry.name), entry
 
 
 def scan_blocks(store: str | Path, root: bytes | None = None) -> Iterator[tuple[bytes, BlockId]]:
@@ -91,11 +108,19 @@ def _entries(path: str) -> Iterator[os.DirEntry[str]]:
         yield from listing
 
 
-def _digest(text: str) -> bytes | None:
-    if len(text) != _HEX or (not text.islower() and not text.isdigit()):
-        return None  # fromhex would also take capitals, which name another file
+def _entries_below(path: str) -> Iterator[os.DirEntry[str]]:
+    """The same by a handle: looking at an entry does not walk the whole path again."""
     try:
-        digest = bytes.fromhex(text)
-    except ValueError:
-        return None
-    return digest if len(digest) == KEY_BYTES else None
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        with os.scandir(folder) as listing:
+            yield from listing
+    finally:
+        os.close(folder)
+
+
+def parse_digest(text: str) -> bytes | None:
+    """The digest that a hexadecimal name stands for, or None."""
+    return bytes.fromhex(text) if _DIGEST.fullmatch(text) else None

@@ -6,15 +6,18 @@ import contextlib
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Final
 
 from dualpath.storage.blockio import BlockIO, Direction, IoOp
 from dualpath.storage.io_nixl import NixlPosixIO
 from dualpath.storage.io_threads import ThreadPoolIO
+from dualpath.storage.io_usrbio import UsrbioIO
 from dualpath.storage.memory import aligned_buffers
 from dualpath.storage.nixl_module import find_nixl
 from dualpath.storage.tempdir import TempArea
 from dualpath.storage.types import StoreError, UnsupportedIoError
+from dualpath.storage.usrbio import load_usrbio
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ def choose_io(io: str, temp: TempArea | None, direct: bool, batch_blocks: int) -
         StoreError: an unknown word.
     """
     if io not in ("auto", "nixl", "threads"):
-        raise StoreError(f"io must be 'auto', 'nixl' or 'threads', got {io!r}")
+        raise StoreError(f"io must be 'auto', 'nixl', 'threads' or 'usrbio', got {io!r}")
     if io == "nixl" or (io == "auto" and direct):
         method = _try_nixl(temp, direct, batch_blocks)
         if isinstance(method, NixlPosixIO):
@@ -70,6 +73,28 @@ def choose_io(io: str, temp: TempArea | None, direct: bool, batch_blocks: int) -
             raise UnsupportedIoError(f"io = 'nixl': {method}")
         log.info("NIXL is not used for storage (%s): using threads", method)
     return ThreadPoolIO()
+
+
+def open_usrbio(
+    library: str, store: Path, temp: TempArea | None, batch_blocks: int, block_bytes: int
+) -> UsrbioIO:
+    """USRBIO, which has just moved bytes in this directory.
+
+    Args:
+        library: file name or path of 3FS's client library.
+        store: an existing directory below a 3FS mount.
+        block_bytes: header and slot.
+
+    Raises:
+        UnsupportedIoError: no library, no 3FS, or it does not work.
+    """
+    usrbio = load_usrbio(library)
+    method = UsrbioIO(usrbio, usrbio.mount_of(store), batch_blocks, block_bytes)
+    failure = self_test(method, temp, 0) if temp is not None else ""
+    if failure:
+        method.close()
+        raise UnsupportedIoError(f"io = 'usrbio': self-test in {store} failed: {failure}")
+    return method
 
 
 def _try_nixl(temp: TempArea | None, direct: bool, batch_blocks: int) -> NixlPosixIO | str:

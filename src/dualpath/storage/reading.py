@@ -14,13 +14,15 @@ from typing import Final
 
 from dualpath.storage.blockio import BlockIO, Direction, IoOp
 from dualpath.storage.counters import Counters
-from dualpath.storage.header import HEADER_BYTES, HeaderError, checksum, decode
+from dualpath.storage.header import HEADER_BYTES
 from dualpath.storage.limiter import Limiter
 from dualpath.storage.memory import aligned_buffers
+from dualpath.storage.parts import Parts
 from dualpath.storage.paths import block_path
 from dualpath.storage.room import Room, settle_deadline
 from dualpath.storage.tempdir import TempArea
 from dualpath.storage.types import BlockId, ReadStatus
+from dualpath.storage.verify import slot_fault
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class BlockReader:
         open_flags: added when a file is opened (O_DIRECT or 0).
         temp: where a corrupt file is moved before it is judged again; None: cannot be removed.
         room: told of what is removed.
+        parts: where blocks are verified while others of their batch are still being read.
     """
 
     store: Path
@@ -51,6 +54,7 @@ class BlockReader:
     temp: TempArea | None
     counters: Counters
     room: Room
+    parts: Parts
 
     def read(
         self,
@@ -100,9 +104,14 @@ class BlockReader:
             ops = [IoOp(fd, headers[index], slots[index]) for index, fd in fds.items()]
             for op in ops:
                 op.header[:] = _ZEROS  # what a previous batch left must not pass for this one's
-            codes = self.io.transfer(Direction.READ, ops, deadline)
-            for (index, fd), op, code in zip(fds.items(), ops, codes, strict=True):
-                statuses[index] = self._judge(root, blocks[index], fd, op, code)
+            opened_files = list(fds.items())
+
+            def work(span: slice) -> None:
+                codes = self.io.transfer(Direction.READ, ops[span], deadline)
+                for (index, fd), op, code in zip(opened_files[span], ops[span], codes, strict=True):
+                    statuses[index] = self._judge(root, blocks[index], fd, op, code)
+
+            self.parts.run(work, len(ops), HEADER_BYTES + self.slot_bytes)
             # The bytes are the caller's only when they have passed the NIC.
             self.limiter.wait_until(passed_s)
         finally:
@@ -154,21 +163,8 @@ class BlockReader:
             log.warning("cannot read %s: %s", path, os.strerror(code))
             return ReadStatus.FAILED
         self.counters.add("storage_read_bytes", op.total_bytes)
-        fault = self._fault(root, block, op)
+        fault = slot_fault(root, block, op.header, op.slot, self.payload_bytes)
         return self._discard(root, block, path, fd, fault) if fault else ReadStatus.OK
-
-    def _fault(self, root: bytes, block: BlockId, op: IoOp) -> str:
-        try:
-            header = decode(op.header)
-        except HeaderError as error:
-            return str(error)
-        if (header.root, header.key, header.parent) != (root, block.key, block.parent):
-            return "it holds another block"
-        if (header.payload_bytes, header.stored_bytes) != (self.payload_bytes, self.slot_bytes):
-            return f"it holds {header.payload_bytes} bytes of KV ({header.fingerprint})"
-        if header.checksum != checksum(op.slot):
-            return "payload checksum is wrong"
-        return ""
 
     def _discard(self, root: bytes, block: BlockId, path: Path, fd: int, reason: str) -> ReadStatus:
         """Remove the bad file, unless somebody has put a good one in its place since."""

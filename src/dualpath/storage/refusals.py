@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +36,7 @@ class Refusals:
         self._said: WriteStatus | None = None
         self._said_s = float("-inf")
 
-    def note(self, store: Path, statuses: Collection[WriteStatus]) -> None:
+    def note(self, store: object, statuses: Collection[WriteStatus]) -> None:
         """Look at the outcomes of one write. An unchanged state is not said again; the counters
         have every block."""
         refused = next((status for status in statuses if status in _REFUSED), None)
@@ -63,8 +63,9 @@ class Gaps:
     evicting the good beginning of its own chain.
     """
 
-    def __init__(self, store: Path) -> None:
-        self._store = store
+    def __init__(self, is_stored: Callable[[bytes, bytes], bool]) -> None:
+        """``is_stored`` says whether somebody has stored root and key since."""
+        self._is_stored = is_stored
         self._lock = threading.Lock()
         self._refused: OrderedDict[Name, None] = OrderedDict()
 
@@ -92,10 +93,15 @@ class Gaps:
             while len(self._refused) > REMEMBERED:
                 self._refused.popitem(last=False)
 
-    def _is_stored(self, root: bytes, key: bytes) -> bool:
-        """Somebody else may have stored it since."""
+
+def stored_in(store: Path) -> Callable[[bytes, bytes], bool]:
+    """For ``Gaps``: looks into a directory."""
+
+    def is_stored(root: bytes, key: bytes) -> bool:
         try:
-            with os.scandir(block_dir(self._store, root, key)) as entries:
+            with os.scandir(block_dir(store, root, key)) as entries:
                 return any(entry.name.startswith(key.hex()) for entry in entries)
         except OSError:
             return False
+
+    return is_stored

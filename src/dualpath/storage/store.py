@@ -12,19 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from dualpath.blocks import KEY_BYTES, BlockLayout
+from dualpath.blocks import BlockLayout
 from dualpath.storage.blockio import BlockIO
 from dualpath.storage.capacity import Ledger
 from dualpath.storage.counters import Counters
 from dualpath.storage.header import HEADER_BYTES
 from dualpath.storage.limiter import Limiter
-from dualpath.storage.memory import check_slot
+from dualpath.storage.memory import check_call
+from dualpath.storage.parts import Parts
 from dualpath.storage.paths import BLOCKS_DIR, TMP_DIR, block_path, scan_blocks
-from dualpath.storage.probe import choose_direct, choose_io
+from dualpath.storage.probe import choose_direct, choose_io, open_usrbio
 from dualpath.storage.reading import BlockReader
-from dualpath.storage.refusals import Gaps
+from dualpath.storage.refusals import Gaps, stored_in
 from dualpath.storage.room import Room, Unlimited, settle_deadline
-from dualpath.storage.tempdir import TempArea
+from dualpath.storage.tempdir import TempArea, foreign_writers
 from dualpath.storage.types import (
     BlockId,
     ReadStatus,
@@ -50,8 +51,8 @@ class BlockStore:
     the one wait a deadline cannot cut short: I/O that the kernel has started is waited for.
 
     Attributes:
-        io_name: ``nixl`` or ``threads``: what was chosen.
-        direct: whether files are opened with O_DIRECT.
+        io_name: ``nixl``, ``threads`` or ``usrbio``: what was chosen.
+        direct: whether the page cache is bypassed.
         writable: False when the directory could only be opened for reading.
         capacity_bytes: most bytes in the store; 0 for no limit.
     """
@@ -66,13 +67,14 @@ class BlockStore:
         writer: BlockWriter,
         counters: Counters,
         pool: ThreadPoolExecutor,
+        parts: Parts,
         room: Room,
     ) -> None:
         """Use ``open``."""
         self.path = path
         self.layout = layout
         self.io_name = io.name
-        self.direct = bool(reader.open_flags & os.O_DIRECT)
+        self.direct = io.name == "usrbio" or bool(reader.open_flags & os.O_DIRECT)
         self.writable = temp is not None
         self.capacity_bytes = room.capacity_bytes
         self._io = io
@@ -81,6 +83,7 @@ class BlockStore:
         self._writer = writer
         self._counters = counters
         self._pool = pool
+        self._parts = parts
         self._room = room
         self._closed = False
 
@@ -97,18 +100,20 @@ class BlockStore:
         read_limiter: Limiter | None = None,
         write_limiter: Limiter | None = None,
         capacity_bytes: int = 0,
+        usrbio_library: str = "",
     ) -> BlockStore:
         """Open the store at ``path``, making it when missing, and remove what dead writers left.
 
         Args:
             path: a directory on any POSIX file system that all engines reach.
             layout: geometry of the blocks; a file of another geometry counts as corrupt.
-            io: ``nixl``, ``threads`` or ``auto``; direct: ``on``, ``off`` or ``auto``.
+            io: ``nixl``, ``threads``, ``usrbio`` or ``auto``; direct: ``on``, ``off`` or ``auto``.
             fsync: wait for stable storage before a block becomes visible.
             batch_blocks: most blocks in one submission.
             read_limiter, write_limiter: the node's storage NIC; unlimited when None.
             capacity_bytes: most bytes in published and private files together, the same for all
                 processes that share the store; 0 for no limit. What is too much is evicted here.
+            usrbio_library: 3FS's client library, for ``usrbio``.
 
         Raises:
             UnsupportedIoError: ``io`` or ``direct`` demands what does not work here.
@@ -122,32 +127,42 @@ class BlockStore:
                 f"storage.capacity: {capacity_bytes} bytes hold no block of {file_bytes} bytes"
             )
         store = Path(path).absolute()
-        temp, closed_status = _prepare(store)
+        on_3fs = io == "usrbio"
+        if on_3fs and direct != "auto":
+            raise StoreError(f"direct = {direct!r} means nothing with io = 'usrbio'; leave it out")
+        temp, closed_status = _prepare(store, locks_are_local=on_3fs)
         counters = Counters()
         with ExitStack() as undo:
             if temp is not None:
                 undo.callback(temp.close)
+            if on_3fs and capacity_bytes:
+                _refuse_other_hosts(store)
             room = undo.enter_context(closing(_room(store, capacity_bytes, temp, counters)))
-            use_direct = choose_direct(direct, temp)
-            method = choose_io(io, temp, use_direct, batch_blocks)
+            use_direct = not on_3fs and choose_direct(direct, temp)
+            method: BlockIO = (
+                open_usrbio(usrbio_library, store, temp, batch_blocks, file_bytes)
+                if on_3fs
+                else choose_io(io, temp, use_direct, batch_blocks)
+            )
             undo.pop_all()  # from here on they belong to the store
         flags = os.O_DIRECT if use_direct else 0
         pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="dualpath-sync")
+        parts = Parts()
         reader = BlockReader(
             store, layout.full_block_bytes, layout.slot_bytes, method, flags, batch_blocks,
-            read_limiter or Limiter.unlimited(), temp, counters, room,
+            read_limiter or Limiter.unlimited(), temp, counters, room, parts,
         )  # fmt: skip
         writer = BlockWriter(
             store, layout, method, flags, fsync, batch_blocks,
             write_limiter or Limiter.unlimited(), temp, counters, pool, room,
-            Gaps(store), closed_status=closed_status,
+            Gaps(stored_in(store)), parts, closed_status=closed_status,
         )  # fmt: skip
         log.info(
             "store %s: io %s, O_DIRECT %s, fsync %s, %s, capacity %s", store, method.name,
             "on" if use_direct else "off", "on" if fsync else "off",
             "writable" if temp else "read-only", capacity_bytes or "unlimited",
         )  # fmt: skip
-        return cls(store, layout, method, temp, reader, writer, counters, pool, room)
+        return cls(store, layout, method, temp, reader, writer, counters, pool, parts, room)
 
     def __enter__(self) -> BlockStore:
         return self
@@ -263,6 +278,7 @@ class BlockStore:
         if self._closed:
             return
         self._closed = True
+        self._parts.close()
         self._io.close()
         self._pool.shutdown(wait=True)
         self._room.close()
@@ -277,20 +293,16 @@ class BlockStore:
         self, root: bytes, blocks: Sequence[BlockId], slots: Sequence[memoryview]
     ) -> list[memoryview]:
         self._check_open()
-        if len(blocks) != len(slots):
-            raise ValueError(f"{len(blocks)} blocks but {len(slots)} slots")
-        for digest in (root, *(part for block in blocks for part in (block.key, block.parent))):
-            if len(digest) != KEY_BYTES:
-                raise ValueError(f"a root, key or parent is {KEY_BYTES} bytes, not {len(digest)}")
-        return [check_slot(slot, self.layout.slot_bytes) for slot in slots]
+        return check_call(root, blocks, slots, self.layout.slot_bytes)
 
 
-def _prepare(store: Path) -> tuple[TempArea | None, WriteStatus]:
+def _prepare(store: Path, *, locks_are_local: bool) -> tuple[TempArea | None, WriteStatus]:
     """Make the store's folders; the private one, or None and the reason when blocks can only be
     read."""
     try:
         (store / BLOCKS_DIR).mkdir(parents=True, exist_ok=True)
-        return TempArea.create(store / TMP_DIR), WriteStatus.FAILED
+        temp = TempArea.create(store / TMP_DIR, locks_are_local=locks_are_local)
+        return temp, WriteStatus.FAILED
     except OSError as error:
         status = status_of(error.errno or errno.EIO)
         refused = status in (WriteStatus.READ_ONLY, WriteStatus.FULL)
@@ -300,6 +312,16 @@ def _prepare(store: Path) -> tuple[TempArea | None, WriteStatus]:
             )
             return None, status
         raise StoreError(f"storage.path: {store} cannot be used: {error.strerror}") from error
+
+
+def _refuse_other_hosts(store: Path) -> None:
+    """3FS's file locks do not reach other hosts, so hosts cannot keep an account together."""
+    foreign = foreign_writers(store / TMP_DIR)
+    if foreign:
+        raise StoreError(
+            "storage.capacity: file locks on 3FS do not reach other hosts, and one uses this "
+            f"store ({foreign[0]}); leave capacity out, or remove that folder if the host is gone"
+        )
 
 
 def _room(store: Path, capacity_bytes: int, temp: TempArea | None, counters: Counters) -> Room:

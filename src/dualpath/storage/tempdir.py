@@ -25,6 +25,7 @@ UNLOCKED_MAX_AGE_S: Final = 24 * 3600.0
 """Age at which a folder without a lock, or on a file system without locks, counts as abandoned."""
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _LOCK_SUFFIX: Final = ".lock"
+_HOST_MARK: Final = "@"
 
 
 class TempArea:
@@ -37,8 +38,12 @@ class TempArea:
         self._serial = itertools.count()
 
     @classmethod
-    def create(cls, root: Path) -> TempArea:
+    def create(cls, root: Path, *, locks_are_local: bool = False) -> TempArea:
         """Make one under ``root``, after removing what dead writers left there.
+
+        Args:
+            locks_are_local: file locks here do not reach other hosts. The folder then bears this
+                host's name, and other hosts let it be.
 
         Raises:
             OSError: the folder cannot be made.
@@ -47,6 +52,8 @@ class TempArea:
         remove_abandoned(root)
         while True:
             name = f"{os.getpid()}-{secrets.token_hex(8)}"
+            if locks_are_local:
+                name += f"{_HOST_MARK}{os.uname().nodename}"
             fd = _open_locked(root / f"{name}{_LOCK_SUFFIX}")
             if fd is not None:
                 break
@@ -89,8 +96,21 @@ def _folders(root: Path) -> Iterator[Path]:
             yield path
 
 
+def foreign_writers(root: Path) -> list[Path]:
+    """Folders of writers on other hosts whose locks do not reach us, so that nobody here can tell
+    whether they live."""
+    return [folder for folder in _folders(root) if _is_foreign(folder)]
+
+
+def _is_foreign(folder: Path) -> bool:
+    _, mark, host = folder.name.partition(_HOST_MARK)
+    return bool(mark) and host != os.uname().nodename
+
+
 def _reap(folder: Path, lock_path: Path) -> bool:
     """Remove a folder whose writer is dead; returns whether it was."""
+    if _is_foreign(folder):
+        return False
     try:
         fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import enum
 import errno
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
-@dataclass(frozen=True, slots=True)
-class BlockId:
-    """Name of a stored block inside its root's namespace.
+class BlockId(msgspec.Struct, frozen=True, gc=False):
+    """Name of a stored block inside its root's namespace. Cheap: a listing makes one a block.
 
     Attributes:
         key: chain hash of all tokens up to the block's end (32 bytes).

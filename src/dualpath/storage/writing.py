@@ -18,9 +18,10 @@ from typing import Final
 from dualpath.blocks import BlockLayout
 from dualpath.storage.blockio import BlockIO, Direction, IoOp
 from dualpath.storage.counters import Counters
-from dualpath.storage.header import HEADER_BYTES, BlockHeader, checksum
+from dualpath.storage.header import HEADER_BYTES, BlockHeader, checksum, fingerprint
 from dualpath.storage.limiter import Limiter
 from dualpath.storage.memory import aligned_buffers
+from dualpath.storage.parts import Parts
 from dualpath.storage.paths import BLOCKS_DIR, block_dir, block_path
 from dualpath.storage.refusals import Gaps, Refusals
 from dualpath.storage.room import Changes, Room, Ticket, settle_deadline
@@ -30,14 +31,6 @@ from dualpath.storage.types import BlockId, WriteStatus, status_of
 log = logging.getLogger(__name__)
 
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
-
-
-def fingerprint(layout: BlockLayout) -> str:
-    """Geometry in words, kept in every header."""
-    return (
-        f"layers={layout.num_layers} tokens={layout.block_tokens} "
-        f"token_layer_bytes={layout.token_layer_bytes}"
-    )
 
 
 @dataclass(slots=True)
@@ -64,6 +57,7 @@ class BlockWriter:
         room: asked before a private file is made.
         gaps: blocks that got no room lately.
         pool: threads that wait for fsync; the file system joins concurrent ones.
+        parts: where blocks are hashed while others of their batch are being written.
     """
 
     store: Path
@@ -78,6 +72,7 @@ class BlockWriter:
     pool: ThreadPoolExecutor
     room: Room
     gaps: Gaps
+    parts: Parts
     refusals: Refusals = field(default_factory=Refusals)
     closed_status: WriteStatus = WriteStatus.READ_ONLY
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -151,13 +146,19 @@ class BlockWriter:
                 if passed_s is None:
                     return statuses
                 with self._drafts(temp) as drafts:
-                    for index in wanted:
-                        made = self._draft(temp, root, blocks[index], headers[index], slots[index])
-                        if isinstance(made, WriteStatus):
-                            statuses[index] = made
-                        else:
-                            drafts[index] = made
-                    self._fill(drafts, deadline)
+
+                    def work(span: slice) -> None:
+                        made = {}
+                        for i in wanted[span]:
+                            draft = self._draft(temp, root, blocks[i], headers[i], slots[i])
+                            if isinstance(draft, WriteStatus):
+                                statuses[i] = draft
+                            else:
+                                drafts[i] = made[i] = draft
+                        if made:  # no file could even be made: the disk is full, or gone
+                            self._fill(made, deadline)
+
+                    self.parts.run(work, len(wanted), file_bytes)
                     self.limiter.wait_until(passed_s)
                     for index, status in self._publish_all(root, drafts, ticket, deadline).items():
                         statuses[index] = status
