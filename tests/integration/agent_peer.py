@@ -26,7 +26,8 @@ from dualpath.transfer.memory import Region
 Bytes = npt.NDArray[np.uint8]
 
 PEER_BYTES = 64 << 20
-TCP = {"transports": "tcp"}  # what real peers on different machines use without RDMA
+TCP = {"device": "lo", "transports": "tcp"}
+"""What peers on different machines use without RDMA, but for the device."""
 START_S = 30.0
 
 

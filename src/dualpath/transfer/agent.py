@@ -45,6 +45,7 @@ class PeerAgent:
         transports: UCX's transport, see ``UcxSettings``; empty for TCP, or RDMA by ``device``.
         piece_bytes: most bytes handed to the NIC at once.
         user_timeout_s: a TCP connection that accepts nothing for so long is broken.
+        service_level, traffic_class: marks of its packets on InfiniBand and RoCE.
 
     Raises:
         NixlMissing, AgentSetupError: see ``NixlEndpoint``.
@@ -60,8 +61,12 @@ class PeerAgent:
         transports: str = "",
         piece_bytes: int = PIECE_BYTES,
         user_timeout_s: float = 10.0,
+        service_level: int | None = None,
+        traffic_class: int | None = None,
     ) -> None:
-        settings = UcxSettings(device, ports, transports, user_timeout_s)
+        settings = UcxSettings(
+            device, ports, transports, user_timeout_s, service_level, traffic_class
+        )
         self.name = name
         self._endpoint = NixlEndpoint(name, settings)
         self._event_driven = settings.event_driven and bool(self._endpoint.ready_fds)

@@ -47,7 +47,8 @@ class Carrier:
 
     Peers take turns, and a peer's transfers take turns, piece by piece; each peer has its own
     window of pieces under way. So a huge transfer does not hold up a small one, and a peer that
-    has stopped holds up nobody else.
+    has stopped holds up nobody else. What small transfers of one direction wait in a row goes out
+    as one piece, because a request costs as much as many of its ranges.
 
     Args:
         endpoint: the NIXL agent.
@@ -94,7 +95,8 @@ class Carrier:
         peer.probe_at = -math.inf
         self._leaving.append(peer)
         self._server.forget(name)
-        for transfer in {piece.transfer for piece in peer.pieces} | set(peer.queue):
+        under_way = {transfer for piece in peer.pieces for transfer in piece.transfers}
+        for transfer in under_way | set(peer.queue):
             transfer.give_up(PeerLost(f"{name} was removed"))
 
     def submit(self, op: Op, peer: str, ranges: Descriptors) -> Transfer:
@@ -117,7 +119,7 @@ class Carrier:
         return {
             transfer
             for peer in self._all()
-            for transfer in itertools.chain(peer.queue, (piece.transfer for piece in peer.pieces))
+            for transfer in itertools.chain(peer.queue, *(piece.transfers for piece in peer.pieces))
         }
 
     @property
@@ -142,7 +144,8 @@ class Carrier:
         self._endpoint.close()
         for peer in self._all():
             for piece in peer.pieces:
-                piece.transfer._piece_over(piece.error or error, clean=False)
+                piece.clean = False
+                piece.over(piece.error or error)
             peer.pieces.clear()
         self._peers.clear()
         self._leaving.clear()
@@ -158,7 +161,7 @@ class Carrier:
                 peer.queue.remove(transfer)
             if not peer.broken:
                 for piece in peer.asked:
-                    if piece.transfer is transfer:
+                    if transfer in piece.transfers and piece.given_up:
                         self._send(peer, Withdraw(piece.number))
 
     # ---- work ---------------------------------------------------------------------------------
@@ -190,7 +193,7 @@ class Carrier:
                     self._post_at = min(self._post_at, now + wait_s)
                 elif self._load(peer):
                     progress = True
-                    self._post(peer, peer.queue.popleft(), pacer)
+                    self._post(peer, self._group(peer), pacer)
 
     def _load(self, peer: Peer) -> bool:
         """Load the peer in NIXL, again if its connection broke and NIXL carries nothing of it.
@@ -218,25 +221,54 @@ class Carrier:
             return False
         return True
 
-    def _post(self, peer: Peer, transfer: Transfer, pacer: Pacer) -> None:
-        ranges = transfer._next_piece()
-        asks = transfer.op is Op.READ and not self._endpoint.native_reads
-        piece = Piece(transfer, ranges.nbytes, number=next(self._numbers) if asks else 0)
+    def _group(self, peer: Peer) -> list[Transfer]:
+        """Take the first transfer of the queue, and those behind it whose next pieces fit into one
+        with its own."""
+        group = [peer.queue.popleft()]
+        first = group[0]._look_at_piece()
+        nbytes, ranges = first.nbytes, len(first)
+        while peer.queue and peer.queue[0].op is group[0].op:
+            piece = peer.queue[0]._look_at_piece()
+            nbytes += piece.nbytes
+            ranges += len(piece)
+            if nbytes > self._piece_bytes or ranges > MAX_RANGES:
+                break
+            group.append(peer.queue.popleft())
+        return group
+
+    def _post(self, peer: Peer, group: list[Transfer], pacer: Pacer) -> None:
+        parts = [transfer._next_piece() for transfer in group]
+        for transfer in group:
+            if transfer._waiting:
+                peer.queue.append(transfer)  # at the end: the peer's other transfers are next
+        self._start(peer, group, parts, pacer)
+
+    def _start(
+        self, peer: Peer, group: list[Transfer], parts: list[Descriptors], pacer: Pacer
+    ) -> None:
+        ranges = Descriptors.joined(parts)
+        asks = group[0].op is Op.READ and not self._endpoint.native_reads
+        number = next(self._numbers) if asks else 0
+        piece = Piece(tuple(group), ranges.nbytes, tuple(parts) if asks else (), number=number)
         if not asks:
             try:
-                piece.handle = self._endpoint.prepare(transfer.op, peer.remote, ranges)
+                piece.handle = self._endpoint.prepare(piece.op, peer.remote, ranges)
             except (PeerLost, TransferFailed) as error:
                 if isinstance(error, PeerLost):
                     self._note_lost(peer)
-                transfer._piece_over(error, clean=True)  # it was never started
+                elif len(group) > 1:  # what is wrong with one is not the others' fault
+                    for transfer, part in zip(group, parts, strict=True):
+                        self._start(peer, [transfer], [part], pacer)
+                    return
+                piece.clean = True  # it was never started
+                piece.error = error
+                self._end(peer, piece)
                 return
         now = time.monotonic()
         pacer.take(ranges.nbytes, now)
         self._counts["pieces"] += 1
         self.last_event_s = now
         peer.pieces.append(piece)
-        if transfer._waiting:
-            peer.queue.append(transfer)  # at the end: the peer's other transfers are next
         if asks:
             peer.expect_answer(now)
             self._send(peer, Ask.of(piece.number, ranges))
@@ -260,36 +292,42 @@ class Carrier:
             peer.probed(now)
             if peer.gone or self._load(peer):
                 for piece in asked:
-                    given_up = piece.transfer.done.done()
-                    self._send(peer, Withdraw(piece.number) if given_up else Probe())
+                    self._send(peer, Withdraw(piece.number) if piece.given_up else Probe())
 
     def _judge(self, peer: Peer, piece: Piece, state: State) -> None:
-        transfer = piece.transfer
         if state is State.ACTIVE:
             return
         self.last_event_s = time.monotonic()
         if state is State.DONE:
-            self._counts[f"{transfer.op.value.lower()}_bytes"] += piece.nbytes
+            self._counts[f"{piece.op.value.lower()}_bytes"] += piece.nbytes
             piece.clean = True
             self._over(peer, piece)
         elif state is State.LOST:
             piece.error = PeerLost(f"the connection to {peer.name} broke")
             piece.over_at = self.last_event_s + _AFTERLIFE_S
             self._note_lost(peer)
-            transfer.give_up(piece.error)
+            piece.give_up(piece.error)
         else:
             # Nobody knows whether its other ranges are still being carried out, so the memory
             # stays owned until this agent is closed.
-            piece.error = TransferFailed(f"{transfer.op.value}, {peer.name}: NIXL gave it up")
+            error = TransferFailed(f"{piece.op.value}, {peer.name}: NIXL gave it up")
             self._counts["pieces_of_unknown_fate"] += 1
-            logger.error("%s; its memory stays reserved", piece.error)
-            transfer.give_up(piece.error)
+            logger.error("%s; its memory stays reserved", error)
+            piece.give_up(error)
 
     def _over(self, peer: Peer, piece: Piece) -> None:
         peer.pieces.remove(piece)
         if piece.handle is not None:
             self._endpoint.release(piece.handle)
-        piece.transfer._piece_over(piece.error, clean=piece.clean)
+        self._end(peer, piece)
+
+    def _end(self, peer: Peer, piece: Piece) -> None:
+        if piece.error is not None:
+            # They fail with this piece, and what was still to come of them must not be started.
+            for transfer in piece.transfers:
+                if transfer in peer.queue:
+                    peer.queue.remove(transfer)
+        piece.over(piece.error)
 
     def _note_lost(self, peer: Peer) -> None:
         if peer.broken:
@@ -299,8 +337,7 @@ class Carrier:
         logger.warning("%s: the connection to %s broke", self._endpoint.name, peer.name)
         for piece in peer.asked:
             # The peer may still be writing: the piece stays until it says otherwise.
-            piece.error = PeerLost(f"the connection to {peer.name} broke")
-            piece.transfer.give_up(piece.error)
+            piece.give_up(PeerLost(f"the connection to {peer.name} broke"))
 
     def _unload(self, peer: Peer) -> None:
         if peer.remote:
@@ -353,8 +390,20 @@ class Carrier:
         if piece.error is not None:  # the bytes may have come over the connection that broke
             piece.over_at = self.last_event_s + _AFTERLIFE_S
             return
+        if answer.error and len(piece.transfers) > 1:
+            self._ask_one_by_one(peer, piece)
+            return
         if answer.error:
             piece.error = TransferFailed(f"{peer.name} did not serve a read: {answer.error}")
         else:
             self._counts["read_bytes"] += piece.nbytes
         self._over(peer, piece)
+
+    def _ask_one_by_one(self, peer: Peer, piece: Piece) -> None:
+        """The peer serves none of a group: what is wrong with one is not the others' fault."""
+        peer.pieces.remove(piece)
+        for transfer, part in zip(piece.transfers, piece.parts, strict=True):
+            if transfer.done.done():
+                transfer._piece_over(None, clean=True)
+            else:
+                self._start(peer, [transfer], [part], self._pacers[Op.READ])

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from dualpath.blocks import extend_keys
@@ -25,9 +25,11 @@ from dualpath.control.messages import (
     TurnDurable,
 )
 from dualpath.storage import BlockId
+from dualpath.transfer.block_map import BlockMap
+from dualpath.transfer.copying import Fence
 from dualpath.transfer.errors import PoolTimeout, PoolTooSmall
-from dualpath.transfer.hbm import Run, layer_runs
 from dualpath.transfer.loads import DeviceUse, LayerLoad
+from dualpath.transfer.restores import Restores
 from dualpath.transfer.services import Services, block_ids
 from dualpath.transfer.slots import IoToken, Lease
 
@@ -46,6 +48,10 @@ class PersistBlock:
     tokens: tuple[int, ...]
 
 
+_Waiting = tuple[str, PersistBlock, DeviceUse, Sequence[Fence]]
+"""vLLM's request, a block of it, who counts its use, when it is complete on the device."""
+
+
 class DecodeSession:
     """One request's KV on a DE. Every method runs in the traffic thread."""
 
@@ -61,7 +67,7 @@ class DecodeSession:
         self._remote_io: IoToken | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: set[LayerLoad] = set()
-        self._waiting: list[tuple[str, PersistBlock, DeviceUse]] = []
+        self._waiting: list[_Waiting] = []
         self._persisting = 0
         self._persister: asyncio.Task[None] | None = None
         self._skipped = 0
@@ -72,8 +78,12 @@ class DecodeSession:
         self._ended = 0
         self._durable_sent = False
         self._closing = False
+        self.remote_over = False
         self._pinned: dict[str, list[bytes]] = {}
         self._to_store: frozenset[int] = frozenset()
+        self._restores = Restores(services, self.owner, self.spec.root)
+        self._all_stored = asyncio.Event()
+        self._all_stored.set()
         self.closed = asyncio.Event()
 
     # ---- opening ----------------------------------------------------------------------------
@@ -119,6 +129,7 @@ class DecodeSession:
                 self.spec.root, ids, self._lease, self._lease.slots[self._first : self._last]
             )
             services.counters["de_path_read_bytes"] += good * services.layout.full_block_bytes
+            services.draw("read", self.owner, start, blocks=good)
         services.send(
             Opened(
                 rid=self.spec.rid,
@@ -202,6 +213,7 @@ class DecodeSession:
             self._loads.discard(load)
             use.leave()
             load.fail("the session was closed" if done.cancelled() else "the load ended early")
+            self._restores.release(load.request_id)
             self._maybe_release()
 
         task.add_done_callback(over)
@@ -217,23 +229,25 @@ class DecodeSession:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(services.timeouts.layer):
                 await self._went.wait()
-        if not self._ready or self._lease is None:
+        restored = self._restores.lease(load.request_id)
+        lease = restored or self._lease
+        if not self._ready or lease is None:
+            services.counters["loads_failed"] += 1
             load.fail("the decode buffer does not hold this prompt")
             return
+        places = BlockMap(
+            services.cache,
+            [block.engine_blocks for block in load.blocks],
+            [services.buffer.address(lease.slots[block.index]) for block in load.blocks],
+        )
         for layer in range(layers):
+            started_s = time.monotonic()
             offset = services.layout.layer_offset_bytes(layer)
-            runs = []
-            for block in load.blocks:
-                host = services.buffer.address(self._lease.slots[block.index]) + offset
-                runs += [
-                    Run(host_address, device, size)
-                    for device, host_address, size in layer_runs(
-                        services.cache, layer, block.engine_blocks, host
-                    )
-                ]
-            await services.copy_for_load(load, runs)
+            await services.copy_for_load(load, places.into_cache(layer, offset))
+            services.draw("load", f"layer {layer}", started_s, session=self.owner)
             load.advance(layer + 1)
-        self._loaded += 1
+        if restored is None:
+            self._loaded += 1
 
     def _maybe_release(self) -> None:
         """The buffer is given back once its bytes are in the cache (or never will be needed);
@@ -249,14 +263,20 @@ class DecodeSession:
 
     # ---- durability ----------------------------------------------------------------------------
 
-    def persist(self, request_id: str, blocks: Sequence[PersistBlock], use: DeviceUse) -> None:
+    def persist(
+        self,
+        request_id: str,
+        blocks: Sequence[PersistBlock],
+        use: DeviceUse,
+        after: Sequence[Fence] = (),
+    ) -> None:
         """Blocks completed by decoding one of the answers, vLLM's request ``request_id``. ``use``
-        was entered once per block."""
+        was entered once per block. They are complete when the device has reached ``after``."""
         if self._closing:
             use.leave(len(blocks))
             return
         for block in blocks:
-            self._waiting.append((request_id, block, use))
+            self._waiting.append((request_id, block, use, after))
         self._begin_persist(len(blocks))
         if self._persister is None:
             self._persister = self._spawn(self._persist_device(), f"persist {self.owner}")
@@ -297,31 +317,21 @@ class DecodeSession:
         finally:
             self._persister = None
 
-    async def _copy_out(
-        self, batch: Sequence[tuple[str, PersistBlock, DeviceUse]], lease: Lease
-    ) -> list[BlockId]:
+    async def _copy_out(self, batch: Sequence[_Waiting], lease: Lease) -> list[BlockId]:
         services = self._services
-        runs = []
-        ids = []
-        for (request_id, block, _), slot in zip(batch, lease.slots, strict=True):
-            ids.append(self._identify(request_id, block))
-            host = services.staging.address(slot)
-            for layer in range(services.layout.num_layers):
-                offset = host + services.layout.layer_offset_bytes(layer)
-                runs += [
-                    Run(device, address, size)
-                    for device, address, size in layer_runs(
-                        services.cache, layer, block.engine_blocks, offset
-                    )
-                ]
-        token = lease.begin_io(lease.slots)
-        future = asyncio.get_running_loop().run_in_executor(
-            services.copiers, services.copy_engine.copy, runs
+        ids = [self._identify(request_id, block) for request_id, block, _, _ in batch]
+        places = BlockMap(
+            services.cache,
+            [block.engine_blocks for _, block, _, _ in batch],
+            [services.staging.address(slot) for slot in lease.slots[: len(batch)]],
         )
+        fences = list({id(fence): fence for entry in batch for fence in entry[3]}.values())
+        token = lease.begin_io(lease.slots)
+        future = services.copy(places.all_out_of_cache(), fences)
 
         def copied(_: object) -> None:
             token.end()
-            for _request_id, _block, use in batch:
+            for _, _, use, _ in batch:
                 use.leave()
 
         future.add_done_callback(copied)
@@ -341,7 +351,7 @@ class DecodeSession:
     def _drop_waiting(self) -> None:
         self._drop(list(self._waiting))
 
-    def _drop(self, dropped: Sequence[tuple[str, PersistBlock, DeviceUse]]) -> None:
+    def _drop(self, dropped: Sequence[_Waiting]) -> None:
         for entry in dropped:
             self._waiting.remove(entry)
             entry[2].leave()
@@ -354,6 +364,42 @@ class DecodeSession:
         copied out yet is given up. Copies in progress end by themselves."""
         self._drop([entry for entry in self._waiting if entry[0] == request_id])
 
+    def restore(self, request_id: str, tokens: int, told: Callable[[str, int], None]) -> None:
+        """vLLM has preempted an answer of which ``tokens`` tokens had KV: read its stored blocks
+        back into the buffer, where a ``load`` of that request then finds them.
+
+        ``told`` is called once, in this thread, whatever happens: the request and how many leading
+        blocks the buffer holds now.
+        """
+        if self._closing or self.spec.bypass or not self.spec.persist:
+            told(request_id, 0)
+            return
+        good = 0
+
+        async def work() -> None:
+            nonlocal good
+            good = await self._restore(request_id, tokens)
+
+        # Not at the end of ``work``: a task that is cancelled before it ran never gets there.
+        task = self._spawn(work(), f"restore {self.owner}")
+        task.add_done_callback(lambda _: told(request_id, good))
+
+    async def _restore(self, request_id: str, tokens: int) -> int:
+        size = self._services.layout.block_tokens
+        try:
+            async with asyncio.timeout(self._services.timeouts.layer):
+                await self._all_stored.wait()
+                # Only what was copied out of the cache has a key.
+                chain = self._chains.get(request_id, self.spec.keys)
+                count = min(len(chain), tokens // size)
+                return await self._restores.read(
+                    request_id, block_ids(self.spec.root, chain, 0, count)
+                )
+        except (TimeoutError, PoolTimeout, PoolTooSmall) as error:
+            reason = str(error) or "not read back in time"
+            logger.warning("%s: computing a preempted answer again: %s", self.owner, reason)
+            return 0
+
     def vllm_finished(self) -> None:
         """One of vLLM's requests is over; no more blocks of it come."""
         self._ended += 1
@@ -362,9 +408,13 @@ class DecodeSession:
 
     def _begin_persist(self, count: int = 1) -> None:
         self._persisting += count
+        if self._persisting:
+            self._all_stored.clear()
 
     def _end_persist(self, count: int = 1) -> None:
         self._persisting -= count
+        if not self._persisting:
+            self._all_stored.set()
         self._maybe_durable()
 
     def _maybe_durable(self) -> None:
@@ -382,11 +432,13 @@ class DecodeSession:
         """End the session.
 
         ``remote_over`` says that the PE will not write any more. Without that word (the front
-        is gone) the slots stay owned until ``remote_gone`` is called.
+        is gone) the slots stay owned until ``remote_gone`` is called. The word may come later, by
+        another call.
         """
+        self.remote_over = self.remote_over or remote_over
         if not self._closing:
             self._closing = True
-            self._spawn(self._close(reason, remote_over), f"close {self.owner}")
+            self._spawn(self._close(reason), f"close {self.owner}")
 
     async def remote_gone(self) -> None:
         """The PE is known to do no more I/O on this session: end its claim on the slots.
@@ -404,7 +456,7 @@ class DecodeSession:
         """Slots are still promised to a PE."""
         return self._remote_io is not None
 
-    async def _close(self, reason: str, remote_over: bool) -> None:
+    async def _close(self, reason: str) -> None:
         for load in list(self._loads):
             load.fail(reason)
         self._drop_waiting()
@@ -415,8 +467,9 @@ class DecodeSession:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+        self._restores.release_all()
         self._unpin_all()
-        if remote_over:
+        if self.remote_over:
             await self.remote_gone()
         self.closed.set()
         self._services.send(Closed(rid=self.spec.rid, attempt=self.spec.attempt))

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
 Ints = Sequence[int] | npt.NDArray[np.integer]
-
-_DEVICE: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +30,24 @@ class Descriptors:
         """Bytes in all ranges together."""
         return int(self.sizes.sum())
 
-    def rows(self, *, remote: bool) -> U64:
+    def rows(self, *, remote: bool, device: int = 0) -> U64:
         """One side as ``[n, 3]``: address, length, device."""
         table = np.empty((len(self), 3), dtype=np.uint64)
         table[:, 0] = self.remote if remote else self.local
         table[:, 1] = self.sizes
-        table[:, 2] = _DEVICE
+        table[:, 2] = device
         return table
+
+    @staticmethod
+    def joined(parts: Sequence[Descriptors]) -> Descriptors:
+        """All ranges of all parts, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        return Descriptors(
+            np.concatenate([part.local for part in parts]),
+            np.concatenate([part.remote for part in parts]),
+            np.concatenate([part.sizes for part in parts]),
+        )
 
     def merged(self) -> Descriptors:
         """The same bytes in as few ranges as possible, ordered by remote address.
@@ -64,6 +72,9 @@ class Descriptors:
         ranges where needed."""
         ends = np.cumsum(self.sizes)
         total = int(ends[-1]) if len(ends) else 0
+        if 0 < total <= piece_bytes and len(self) <= max_ranges:
+            yield self  # the usual case, at a fraction of the cost
+            return
         starts = ends - self.sizes
         edges = np.arange(0, total, piece_bytes, dtype=np.uint64)
         cuts = np.union1d(starts, edges)

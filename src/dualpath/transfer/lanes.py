@@ -7,7 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dualpath.transfer.descriptors import Descriptors
 from dualpath.transfer.errors import TransferError
+from dualpath.transfer.nixl_backend import Op
 from dualpath.transfer.transfer import Transfer
 
 WINDOW_PIECES: Final = 2
@@ -19,9 +21,11 @@ PROBE_MAX_S: Final = 2.0
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Part of a transfer, under way.
+    """Part of a transfer, or of several of one direction, under way as one request.
 
     Attributes:
+        transfers: whose parts they are; each is in it once.
+        parts: the ranges of each, kept where the peer may refuse them all for one.
         handle: NIXL's request; None when the peer was asked to write instead.
         number: of the ``Ask``; 0 for a request of NIXL's.
         error: why it failed, while it still may touch memory.
@@ -29,13 +33,35 @@ class Piece:
         clean: whether it is over on the peer's side too, then.
     """
 
-    transfer: Transfer
+    transfers: tuple[Transfer, ...]
     nbytes: int
+    parts: tuple[Descriptors, ...] = ()
     handle: Any = None
     number: int = 0
     error: TransferError | None = None
     over_at: float = math.inf
     clean: bool = False
+
+    @property
+    def op(self) -> Op:
+        """Direction."""
+        return self.transfers[0].op
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody wants its outcome any more."""
+        return all(transfer.done.done() for transfer in self.transfers)
+
+    def give_up(self, error: TransferError) -> None:
+        """Fail all of it; it stays under way."""
+        self.error = error
+        for transfer in self.transfers:
+            transfer.give_up(error)
+
+    def over(self, error: TransferError | None) -> None:
+        """Nothing of it touches memory any more."""
+        for transfer in self.transfers:
+            transfer._piece_over(error, clean=self.clean)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dualpath.transfer.copying import Fence
 
 
 class LoadFailed(RuntimeError):
@@ -35,20 +38,34 @@ class LoadBlock:
 class LayerLoad:
     """One request's load in one step.
 
+    ``again``: the request's KV was in the cache before, and its layers have given way to others
+    since: these bytes move a second time. ``after``: what the device must have reached before
+    anything is written, because its earlier work may still use these blocks.
+
     Thread safety: ``advance``, ``fail`` and ``finish`` belong to the traffic thread, ``wait`` and
     ``cancel`` to vLLM's. After ``cancel`` or ``fail`` has returned no byte is written into the
     cache any more, because every copy runs between ``enter_copy`` and ``leave_copy``.
     """
 
-    def __init__(self, request_id: str, blocks: tuple[LoadBlock, ...], num_layers: int) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        blocks: tuple[LoadBlock, ...],
+        num_layers: int,
+        *,
+        again: bool = False,
+        after: Sequence[Fence] = (),
+    ) -> None:
         self.request_id = request_id
+        self.after = after
+        self.again = again
         self.blocks = blocks
         self.num_layers = num_layers
         self.bytes_loaded = 0
         self._ready_layers = 0
         self._state = LoadState.RUNNING
         self._reason = ""
-        self._copying = False
+        self._copying = 0
         self._changed = threading.Condition()
 
     @property
@@ -67,13 +84,13 @@ class LayerLoad:
         with self._changed:
             if self._state is not LoadState.RUNNING:
                 return False
-            self._copying = True
+            self._copying += 1
             return True
 
     def leave_copy(self, nbytes: int) -> None:
         """End the copy begun by ``enter_copy``."""
         with self._changed:
-            self._copying = False
+            self._copying -= 1
             self.bytes_loaded += nbytes
             self._changed.notify_all()
 

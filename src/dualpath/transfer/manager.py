@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -40,6 +40,7 @@ from dualpath.control.messages import (
     WeightsChanged,
     Welcome,
 )
+from dualpath.transfer.copying import Fence
 from dualpath.transfer.decode import DecodeSession
 from dualpath.transfer.prefill import PrefillSession
 from dualpath.transfer.services import Services
@@ -149,6 +150,18 @@ class TrafficManager:
             raise EngineFailing(self._crash or "the traffic manager has stopped")
         loop.call_soon_threadsafe(self._guarded, work)
 
+    def count(self, **amounts: int) -> None:
+        """Add to totals of this engine that vLLM's thread knows of.
+
+        Raises:
+            EngineFailing: the traffic thread is dead.
+        """
+        self.call(lambda: self._services.counters.update(amounts))
+
+    def fence(self, stream: int) -> Fence | None:
+        """Mark the end of what was launched on the device's ``stream``; see ``CopyEngine``."""
+        return self._services.copy_engine.fence(stream)
+
     def session(self, rid: str, attempt: int) -> Session | None:
         """The open session of that name. Safe from any thread (a dict look-up)."""
         return self._sessions.get((rid, attempt))
@@ -188,14 +201,15 @@ class TrafficManager:
     def _run(self) -> None:
         try:
             asyncio.run(self._main())
-        except Exception as error:  # last resort: whatever it was, the engine must not go on
+        except BaseException as error:  # last resort: whatever it was, the engine must not go on
             logger.exception("the traffic manager died")
-            self._crash = f"the traffic manager died: {error}"
+            self._crash = f"the traffic manager died: {type(error).__name__}: {error}"
             if not self._answer.done():
                 self._answer.set_exception(error)
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._callback_failed)
         self._stopping = asyncio.Event()
         self._services, metadata = self._build(self._send, self._on_crash)
         services = self._services
@@ -225,6 +239,13 @@ class TrafficManager:
         except Exception as error:  # a bug here would otherwise only be logged by the loop
             logger.exception("traffic manager call failed")
             self._on_crash(f"{type(error).__name__}: {error}")
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The loop's last resort: nobody else hears of an error in a callback of it."""
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if "handle" in context and error is not None:
+            self._on_crash(f"{context['message']}: {type(error).__name__}: {error}")
 
     def _send(self, message: Message) -> None:
         if self._channel is not None:
@@ -352,9 +373,13 @@ class TrafficManager:
                 if session is not None:
                     session.close(message.reason)
                 else:  # already gone: the answer must still come, the front waits for it
+                    # This word comes after the PE's end: a session that had to end without it
+                    # (this process was stopped beyond its deadline) has waited for it.
+                    name = (message.rid, message.attempt)
+                    self._let_go(lambda one: (one.spec.rid, one.spec.attempt) == name)
                     self._send_closed(message)
-            case PeerUp(peer=peer):
-                self._peer_up(peer)
+            case PeerUp():
+                self._peer_up(message.peer, message.quiet)
             case PeerGone():
                 self._peer_gone(message.engine, message.incarnation)
             case EpochAdvanced():
@@ -397,6 +422,8 @@ class TrafficManager:
         )
         if isinstance(session, DecodeSession) and session.holds_remote:
             self._limbo.append(session)
+            if session.remote_over:  # said while the session was closing without it
+                self._let_go(lambda one: one is session)
 
     def _close(self, session: Session, reason: str) -> None:
         """Close without the front's word on the other side."""
@@ -409,7 +436,7 @@ class TrafficManager:
         for session in list(self._sessions.values()):
             self._close(session, reason)
 
-    def _peer_up(self, peer: PeerInfo) -> None:
+    def _peer_up(self, peer: PeerInfo, quiet: bool) -> None:
         services = self._services
         old = services.peers.get(peer.engine)
         if old is not None and old.incarnation != peer.incarnation:
@@ -417,7 +444,8 @@ class TrafficManager:
         if old is None or old.incarnation != peer.incarnation:
             services.agent.add_peer(f"{peer.engine}/{peer.incarnation}", peer.agent_metadata)
         services.peers[peer.engine] = peer
-        self._release_limbo(peer.engine)
+        if quiet:
+            self._release_limbo(peer.engine)
 
     def _peer_gone(self, engine: str, incarnation: str) -> None:
         services = self._services
@@ -428,11 +456,15 @@ class TrafficManager:
         self._release_limbo(engine)
 
     def _release_limbo(self, engine: str) -> None:
-        """A PE says Hello only when none of its older transfers is under way, and a dead one has
-        none: after either word the slots promised to it under an earlier front are safe."""
-        over = [session for session in self._limbo if session.prefill_engine == engine]
-        self._limbo = [session for session in self._limbo if session not in over]
-        for session in over:
+        """A quiet PE has none of its older transfers under way, nor has a dead one: after either
+        word the slots promised to it are safe."""
+        self._let_go(lambda session: session.prefill_engine == engine)
+
+    def _let_go(self, over: Callable[[DecodeSession], bool]) -> None:
+        """The PEs of these sessions in limbo do no more I/O on them."""
+        free = [session for session in self._limbo if over(session)]
+        self._limbo = [session for session in self._limbo if session not in free]
+        for session in free:
             self._services.spawn(session.remote_gone(), f"limbo {session.owner}", self._tasks)
 
     def _epoch_waits_up_to(self, serial: int, epoch: int) -> None:

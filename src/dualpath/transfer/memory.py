@@ -29,7 +29,7 @@ class Region:
     Thread safety: immutable after construction except for ``close``.
     """
 
-    __slots__ = ("_keepalive", "_map", "_whole", "address", "nbytes")
+    __slots__ = ("_keepalive", "_map", "_whole", "address", "device", "nbytes")
 
     def __init__(self, nbytes: int, *, populate: bool = False, huge_pages: bool = True) -> None:
         if nbytes < 1:
@@ -47,13 +47,18 @@ class Region:
         self._whole: memoryview | None = memoryview(self._map)
         self.address: int = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.nbytes: int = nbytes
+        self.device: int | None = None
 
     @classmethod
-    def borrowed(cls, address: int, nbytes: int, keepalive: object) -> Self:
+    def borrowed(
+        cls, address: int, nbytes: int, keepalive: object, device: int | None = None
+    ) -> Self:
         """Describe ``nbytes`` at ``address``, owned by somebody else.
 
         Args:
             keepalive: object that owns the memory; referenced until ``close``.
+            device: number of the GPU whose memory it is; None for host memory. No view of GPU
+                memory may be looked into.
 
         Raises:
             ValueError: null address or no bytes.
@@ -66,6 +71,7 @@ class Region:
         region._whole = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
         region.address = address
         region.nbytes = nbytes
+        region.device = device
         return region
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any, Final
 from dualpath.storage.nixl_module import Nixl, find_nixl
 from dualpath.transfer.descriptors import Descriptors
 from dualpath.transfer.errors import AgentSetupError, NixlMissing, PeerLost, TransferFailed
+from dualpath.transfer.listening import has_free_port
 from dualpath.transfer.memory import Region
+from dualpath.transfer.qos.classes import Marks
 
 logger = logging.getLogger(__name__)
 
 _BACKEND: Final = "UCX"
-_MEMORY: Final = "DRAM"
+_HOST: Final = ("DRAM", 0)
 
 
 class Op(enum.Enum):
@@ -56,6 +59,8 @@ class UcxSettings:
             on an RDMA device. Not a list: NIXL's configuration text cannot carry its commas, and
             drops what follows one without a word.
         user_timeout_s: a TCP connection on which nothing was accepted for so long is broken.
+        service_level, traffic_class: marks of the agent's traffic class, see ``qos.classes``; NIXL
+            has no priority of a transfer, so each class of a NIC needs an agent of its own.
 
     Raises:
         ValueError: ``device`` or ``transports`` is a list.
@@ -65,6 +70,8 @@ class UcxSettings:
     ports: str = ""
     transports: str = ""
     user_timeout_s: float = 10.0
+    service_level: int | None = None
+    traffic_class: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("device", "transports"):
@@ -95,8 +102,8 @@ class UcxSettings:
             items.append(f"TLS={transports}")
         if self.device:
             items.append(f"NET_DEVICES={self.device}")
-        if self.ports:
-            items.append(f"TCP_PORT_RANGE={self.ports}")
+        marks = Marks(self.ports, self.service_level, self.traffic_class)
+        items += [f"{name}={value}" for name, value in marks.ucx_settings().items()]
         return ",".join(items)
 
 
@@ -112,6 +119,10 @@ class NixlEndpoint:
     """
 
     def __init__(self, name: str, settings: UcxSettings) -> None:
+        if settings.event_driven:
+            # UCX loads its RDMA modules whatever transport is asked for. Their bundled libraries
+            # meet the system's rdma-core (where it is installed) and crash the process at exit.
+            os.environ.setdefault("UCX_MODULES", "^ib")
         nixl = find_nixl()
         if nixl is None:
             raise NixlMissing("no NIXL package can be imported; install the serve extras")
@@ -119,8 +130,14 @@ class NixlEndpoint:
         self._nixl: Nixl = nixl
         self._lost: type[Exception] = nixl.api.nixlBind.nixlRemoteDisconnectError
         self._registered: list[Any] = []
+        self._on_device: list[Region] = []
         self.native_reads = settings.rdma and not settings.event_driven
         """Whether the NIC itself can READ; see ``reads`` for what is done otherwise."""
+        if not settings.rdma and not has_free_port(settings.ports, settings.device):
+            raise AgentSetupError(
+                f"all TCP ports {settings.ports} are taken; each engine of a node needs one: widen "
+                "fabric.kv.ports or nodes.cnic.ports"
+            )
         before = _event_polls()
         try:
             config = nixl.api.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -140,13 +157,24 @@ class NixlEndpoint:
         Raises:
             AgentSetupError: NIXL refuses the memory.
         """
-        rows = [(region.address, region.nbytes, 0, "")]
+        kind, device = _HOST if region.device is None else ("VRAM", region.device)
+        rows = [(region.address, region.nbytes, device, "")]
         try:
-            self._registered.append(self._agent.register_memory(rows, _MEMORY))
+            self._registered.append(self._agent.register_memory(rows, kind))
         except self._nixl.errors as error:
             raise AgentSetupError(
                 f"{region.nbytes} bytes at {region.address:#x} cannot be registered: {error!r}"
             ) from error
+        if region.device is not None:
+            self._on_device.append(region)
+
+    def _memory(self, address: int) -> tuple[str, int]:
+        """NIXL's kind of our memory at an address, and the GPU's number."""
+        for region in self._on_device:
+            if region.contains(address, 1):
+                assert region.device is not None
+                return "VRAM", region.device
+        return _HOST
 
     def metadata(self) -> bytes:
         """Connection data and registered memory, for peers."""
@@ -173,18 +201,21 @@ class NixlEndpoint:
             logger.warning("%s: peer %s could not be removed: %r", self.name, remote, error)
 
     def prepare(self, op: Op, remote: str, ranges: Descriptors) -> Any:
-        """A request that can be posted.
+        """A request that can be posted. All ranges of a side are in one kind of memory: the
+        host's or one GPU's. A peer's is the host's; ``remote`` may be this agent itself.
 
         Raises:
             PeerLost: the peer is not loaded or its connection broke.
             TransferFailed: a range is not registered on either side.
         """
         agent = self._agent
+        ours, our_device = self._memory(int(ranges.local[0]))
+        theirs, their_device = self._memory(int(ranges.remote[0])) if remote == self.name else _HOST
         try:
             return agent.initialize_xfer(
                 op.value,
-                agent.get_xfer_descs(ranges.rows(remote=False), _MEMORY),
-                agent.get_xfer_descs(ranges.rows(remote=True), _MEMORY),
+                agent.get_xfer_descs(ranges.rows(remote=False, device=our_device), ours),
+                agent.get_xfer_descs(ranges.rows(remote=True, device=their_device), theirs),
                 remote,
             )
         except self._lost as error:

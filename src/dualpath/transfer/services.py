@@ -7,18 +7,23 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from dualpath.blocks import BlockLayout
 from dualpath.config import EngineConfig, TimeoutConfig
 from dualpath.control.messages import BlockRef, Dropped, Message, PeerInfo, Published
-from dualpath.storage import BlockId, BlockStore, ReadStatus, WriteStatus
+from dualpath.spans import Spans
+from dualpath.storage import BlockId, ReadStatus, Store, WriteStatus
 from dualpath.transfer.agent import PeerAgent
-from dualpath.transfer.hbm import CopyEngine, DeviceCache, Run
+from dualpath.transfer.copy_thread import CopyThread
+from dualpath.transfer.copying import Fence
+from dualpath.transfer.descriptors import Descriptors
+from dualpath.transfer.hbm import CopyEngine, DeviceCache
 from dualpath.transfer.loads import LayerLoad
 from dualpath.transfer.memory import Region
+from dualpath.transfer.regions import Regions
 from dualpath.transfer.slots import Lease, SlotPool
 
 logger = logging.getLogger(__name__)
@@ -58,8 +63,11 @@ class Services:
         buffer: the PE or DE buffer, in Full Blocks.
         staging: a PE's landing memory (Layer Blocks) or a DE's persist memory (Full Blocks).
         send: queues a message to the front.
+        regions: of a PE whose layers take turns in its memory, else None.
+        spans: where transfers are drawn, if anywhere.
         on_crash: takes the engine out of service when a background task dies unexpectedly.
-        readers, writers, copiers, pinners: one thread each. Storage reads of different requests
+        copies: between buffers and cache, for all sessions.
+        readers, writers, pinners: one thread each. Storage reads of different requests
             take turns batch by batch, because each batch is queued separately.
         read_queue_tokens: tokens waiting in, or being read by, storage reads.
         read_wait_s: time that batches of reads have waited for their turn, in all.
@@ -71,12 +79,14 @@ class Services:
     buffer: Arena
     staging: Arena
     agent: PeerAgent
-    store: BlockStore
+    store: Store
     timeouts: TimeoutConfig
     engine: EngineConfig
     batch_blocks: int
     send: Callable[[Message], None]
     on_crash: Callable[[str], None]
+    regions: Regions | None = None
+    spans: Spans | None = None
     peers: dict[str, PeerInfo] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     read_queue_tokens: int = 0
@@ -88,12 +98,13 @@ class Services:
     writers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "dualpath-write")
     )
-    copiers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "dualpath-copy")
-    )
     pinners: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "dualpath-pin")
     )
+    copies: CopyThread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = CopyThread(lambda: self.copy_engine)
 
     def spawn(
         self, work: Coroutine[None, None, None], name: str, tasks: set[asyncio.Task[None]]
@@ -106,10 +117,28 @@ class Services:
         def over(done: asyncio.Task[None]) -> None:
             tasks.discard(done)
             if not done.cancelled() and (error := done.exception()) is not None:
+                logger.error("task %r died", name, exc_info=error)
                 self.on_crash(f"task {name!r} died: {type(error).__name__}: {error}")
 
         task.add_done_callback(over)
         return task
+
+    def in_pool(
+        self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: object
+    ) -> asyncio.Future[T]:
+        """Run ``work`` in a pool's thread. Shield the future where ``work`` must not be called
+        back. An error takes the engine out of service also when nobody waits for it any more."""
+        future = asyncio.get_running_loop().run_in_executor(pool, work, *args)
+
+        def over(done: asyncio.Future[T]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                thread = pool._thread_name_prefix
+                logger.error("work in thread %r failed", thread, exc_info=error)
+                what = f"{type(error).__name__}: {error}"
+                self.on_crash(f"work in thread {thread!r} failed: {what}")
+
+        future.add_done_callback(over)
+        return future
 
     async def _in_thread(
         self, pool: ThreadPoolExecutor, lease: Lease, slots: Sequence[int], work: Callable[[], T]
@@ -117,7 +146,7 @@ class Services:
         """Run blocking I/O on slots in a thread. The slots keep their owner until the thread is
         done with them, also when the awaiting task is cancelled meanwhile."""
         token = lease.begin_io(list(slots))
-        future = asyncio.get_running_loop().run_in_executor(pool, work)
+        future = self.in_pool(pool, work)
         future.add_done_callback(lambda _: token.end())
         return await asyncio.shield(future)
 
@@ -134,8 +163,7 @@ class Services:
                 logger.warning("a chain is not protected from eviction: %s", error)
 
         if self.store.capacity_bytes:
-            future = asyncio.get_running_loop().run_in_executor(self.pinners, work)
-            await asyncio.shield(future)
+            await asyncio.shield(self.in_pool(self.pinners, work))
 
     def unpin_chain(self, root: bytes, key: bytes) -> None:
         """Undo one ``pin_chain``. The same thread does both, in this order."""
@@ -147,7 +175,7 @@ class Services:
                 self.store.unpin(root, key)
 
         if self.store.capacity_bytes:
-            self.pinners.submit(work)
+            self.in_pool(self.pinners, work)
 
     async def read_blocks(
         self, root: bytes, blocks: Sequence[BlockId], lease: Lease, slots: Sequence[int]
@@ -237,27 +265,48 @@ class Services:
                 self.send(Published(root=root, blocks=durable))
         return skipped
 
-    async def copy_for_load(self, load: LayerLoad, runs: Sequence[Run]) -> None:
-        """Copy into the device cache on behalf of ``load``, unless it is over."""
-        if not runs:
+    async def copy_for_load(
+        self, load: LayerLoad, runs: Descriptors, after: Sequence[Fence] = ()
+    ) -> None:
+        """Copy into the device cache on behalf of ``load``, unless it is over. The device has to
+        have reached every fence of ``after``, and of the load, first."""
+        if not len(runs):
             return
 
-        def work() -> None:
-            if not load.enter_copy():
-                return
-            moved = 0
-            try:
-                moved = self.copy_engine.copy(runs)
-            finally:
-                load.leave_copy(moved)
+        moved = await self.copy(
+            runs, (*after, *load.after), enter=load.enter_copy, leave=load.leave_copy
+        )
+        self.counters["host_to_device_bytes"] += moved
 
-        await asyncio.get_running_loop().run_in_executor(self.copiers, work)
-        self.counters["host_to_device_bytes"] += sum(run.nbytes for run in runs)
+    def copy(
+        self,
+        runs: Descriptors,
+        after: Sequence[Fence] = (),
+        enter: Callable[[], bool] = lambda: True,
+        leave: Callable[[int], None] = lambda nbytes: None,
+    ) -> asyncio.Future[int]:
+        """See ``CopyThread.copy``. Shield the future where the result counts. A failure takes the
+        engine out of service, also when nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        copied = self.copies.copy(runs, after, enter, leave)
+
+        def over(done: Future[int]) -> None:
+            if (error := done.exception()) is not None:
+                loop.call_soon_threadsafe(self.on_crash, f"a copy failed: {error}")
+
+        copied.add_done_callback(over)
+        return asyncio.wrap_future(copied)
+
+    def draw(self, kind: str, name: str, started_s: float, **facts: object) -> None:
+        """Show on the timeline what began at ``started_s`` (monotonic) and has ended now."""
+        if self.spans is not None:
+            self.spans.lane(kind, name, started_s, time.monotonic(), facts)
 
     def shutdown(self) -> None:
-        """Stop the threads; what they are doing ends first."""
-        for pool in (self.readers, self.writers, self.copiers, self.pinners):
+        """Stop the threads, what they are doing ends first, and give the copy engine back."""
+        for pool in (self.readers, self.writers, self.pinners):
             pool.shutdown(wait=True, cancel_futures=True)
+        self.copies.close()
 
 
 def block_ids(root: bytes, keys: Sequence[bytes], first: int, last: int) -> list[BlockId]:

@@ -85,6 +85,9 @@ class Transfer:
 
     # ---- for the agent ------------------------------------------------------------------------
 
+    def _look_at_piece(self) -> Descriptors:
+        return self._waiting[0]
+
     def _next_piece(self) -> Descriptors:
         self._posted += 1
         return self._waiting.popleft()
