@@ -9,6 +9,7 @@ bare number is how a cluster ends up with a NIC limit a thousand times off.
 from __future__ import annotations
 
 import enum
+import ipaddress
 import math
 import re
 from pathlib import Path
@@ -17,6 +18,19 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from dualpath.fabric import FabricConfig, parse_ports
+from dualpath.section import Section
+from dualpath.units import (
+    Rate,
+    Seconds,
+    Size,
+    decode_unit,
+    encode_unit,
+    parse_rate,
+    parse_seconds,
+    parse_size,
+)
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -24,92 +38,6 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
 class ConfigError(ValueError):
     """The description cannot be used; the message is one line that says what to change."""
-
-
-class Size(int):
-    """A number of bytes, written ``"64MiB"``, ``"80GB"`` or ``"4096B"``."""
-
-
-class Rate(float):
-    """Bytes a second, written ``"400Mbit/s"``, ``"50Gbit/s"``, ``"1.5GB/s"`` or ``"unlimited"``."""
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a limit at all."""
-        return not math.isinf(self)
-
-
-class Seconds(float):
-    """A duration, written ``"4s"``, ``"300ms"`` or ``"2min"``."""
-
-
-_NUMBER: Final = r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*"
-_SIZE_UNITS: Final[dict[str, float]] = {
-    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-}  # fmt: skip
-_RATE_UNITS: Final[dict[str, float]] = {
-    "bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8, "Tbit/s": 1e12 / 8,
-    "B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9,
-    "KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
-}  # fmt: skip
-_TIME_UNITS: Final[dict[str, float]] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-def _parse(kind: str, text: object, units: dict[str, float], example: str) -> float:
-    if not isinstance(text, str):
-        raise ValueError(f"expected a {kind} with a unit such as {example!r}, got {text!r}")
-    match = re.fullmatch(_NUMBER + r"([A-Za-z/]+)\s*", text)
-    if match is None or match[2] not in units:
-        raise ValueError(
-            f"expected a {kind} such as {example!r} (units: {', '.join(units)}), got {text!r}"
-        )
-    return float(match[1]) * units[match[2]]
-
-
-def parse_size(text: object) -> Size:
-    """Bytes from ``"64MiB"``.
-
-    Raises:
-        ValueError: not a number with a known unit, or not a whole number of bytes.
-    """
-    value = _parse("size", text, _SIZE_UNITS, "64MiB")
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number of bytes")
-    return Size(int(value))
-
-
-def parse_rate(text: object) -> Rate:
-    """Bytes a second from ``"400Mbit/s"``; ``"unlimited"`` gives infinity.
-
-    Raises:
-        ValueError: not a positive number with a known unit.
-    """
-    if text == "unlimited":
-        return Rate(math.inf)
-    value = _parse("rate", text, _RATE_UNITS, "400Mbit/s")
-    if value <= 0:
-        raise ValueError(f"a rate must be above zero or 'unlimited', got {text!r}")
-    return Rate(value)
-
-
-def parse_seconds(text: object) -> Seconds:
-    """Seconds from ``"300ms"``.
-
-    Raises:
-        ValueError: not a number with a known unit.
-    """
-    return Seconds(_parse("duration", text, _TIME_UNITS, "300ms"))
-
-
-_PARSERS: Final = {Size: parse_size, Rate: parse_rate, Seconds: parse_seconds}
-
-
-def _decode_hook(kind: type, value: object) -> object:
-    parser = _PARSERS.get(kind)
-    if parser is None:
-        raise NotImplementedError(kind)
-    return value if isinstance(value, kind) else parser(value)
 
 
 class Mode(enum.Enum):
@@ -134,12 +62,6 @@ class LogFormat(enum.Enum):
 
     TEXT = "text"
     JSON = "json"
-
-
-class Section(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
-):
-    """Base of every table: immutable, no unknown fields."""
 
 
 class ModelConfig(Section, frozen=True):
@@ -169,7 +91,8 @@ class NicConfig(Section, frozen=True):
     """One NIC as an engine sees it.
 
     Attributes:
-        device: interface name given to the transfer library; empty leaves the choice to it.
+        device: interface name given to the transfer library; empty is ``lo`` on a node whose host
+            is loopback, and leaves the choice to it elsewhere.
         rate: link rate per direction, enforced by us when limited.
         ports: ``"low-high"`` TCP ports for transfers; empty for any.
     """
@@ -177,6 +100,12 @@ class NicConfig(Section, frozen=True):
     device: str = ""
     rate: Rate = Rate(math.inf)
     ports: Annotated[str, Meta(pattern=r"^([0-9]+-[0-9]+)?$")] = ""
+
+    def __post_init__(self) -> None:
+        try:
+            parse_ports(self.ports)
+        except ValueError as error:
+            raise ValueError(f"ports: {error}") from None
 
 
 class SnicConfig(Section, frozen=True):
@@ -228,32 +157,99 @@ class BufferConfig(Section, frozen=True):
     persist: Size = Size(64 << 20)
 
 
-class StorageConfig(Section, frozen=True):
-    """The persistent store, a directory every node reaches.
+class S3Config(Section, frozen=True):
+    """How an S3-compatible store is reached. Credentials come from the environment, a web identity
+    or the instance's metadata, never from this file.
 
     Attributes:
-        path: the directory; made when missing.
-        io: ``nixl`` (NIXL's POSIX plugin), ``threads`` (preadv/pwritev pool) or ``auto``: nixl
-            where it loads.
+        endpoint: URL of the server; empty for AWS.
+        region: region to sign for; empty takes AWS_REGION, else us-east-1.
+        allow_http: allows an endpoint without TLS.
+        timeout: longest time of one request, answer included.
+        retries: times a failed request is sent again.
+        connections: requests under way at once, of one engine and direction.
+    """
+
+    endpoint: str = ""
+    region: str = ""
+    allow_http: bool = False
+    timeout: Seconds = Seconds(10.0)
+    retries: Annotated[int, Meta(ge=0, le=10)] = 2
+    connections: PositiveInt = 16
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0:
+            raise ValueError(f"timeout: must be above zero, got {float(self.timeout)} s")
+        if self.endpoint.startswith("http://") and not self.allow_http:
+            raise ValueError(
+                f"endpoint: {self.endpoint} has no TLS; set allow_http = true if that is meant"
+            )
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint: {self.endpoint!r} is no http:// or https:// URL")
+
+
+_S3_PATH: Final = re.compile(
+    r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([A-Za-z0-9!_.*'()/-]*))?"
+)
+
+
+class StorageConfig(Section, frozen=True):
+    """The persistent store: a directory every node reaches, or a bucket.
+
+    Attributes:
+        path: the directory, made when missing; or ``s3://bucket/prefix``.
+        io: ``nixl`` (NIXL's POSIX plugin), ``threads`` (preadv/pwritev pool), ``usrbio`` (3FS's
+            own interface, below a 3FS mount) or ``auto``: nixl where it loads. Directories only.
         direct: bypass the page cache with O_DIRECT: ``auto`` where the file system takes it.
+            Directories only.
         capacity: most bytes kept; 0B for no limit.
         batch_blocks: most blocks in one read or write submission.
-        fsync: wait for stable storage before a block is published.
+        fsync: wait for stable storage before a block is published. Directories only.
+        usrbio_library: 3FS's client library: a file name that the loader finds, or a path.
+        s3: how a bucket is reached.
     """
 
     path: str = "dualpath-store"
-    io: Literal["auto", "nixl", "threads"] = "auto"
+    io: Literal["auto", "nixl", "threads", "usrbio"] = "auto"
     direct: Literal["auto", "on", "off"] = "auto"
     capacity: Size = Size(0)
     batch_blocks: PositiveInt = 32
     fsync: bool = True
+    usrbio_library: str = "libhf3fs_api_shared.so"
+    s3: S3Config = S3Config()
+
+    def __post_init__(self) -> None:
+        if "://" in self.path and _S3_PATH.fullmatch(self.path) is None:
+            raise ValueError(
+                f"path: {self.path!r} is neither a directory nor s3://bucket/prefix in lower case"
+            )
+        if self.in_bucket and self.io != "auto":
+            raise ValueError(f"io: {self.io!r} is for directories; leave it out with {self.path}")
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether the store is a bucket, not a directory."""
+        return self.path.startswith("s3://")
+
+    @property
+    def bucket(self) -> tuple[str, str]:
+        """Name of the bucket and prefix inside it, the latter without slashes at its ends.
+
+        Raises:
+            ValueError: the store is a directory.
+        """
+        match = _S3_PATH.fullmatch(self.path)
+        if match is None:
+            raise ValueError(f"{self.path} is a directory")
+        return match[1], (match[2] or "").strip("/")
 
 
 class SchedulerConfig(Section, frozen=True):
     """Thresholds of the request scheduler; measured ones are written by ``dualpath profile``.
 
     Attributes:
-        policy: name in the policy registry: ``paper``, ``round_robin``, ``pe_only``, ``split``;
+        policy: name in the policy registry: ``paper``, ``work``, ``round_robin``, ``pe_only``,
+            ``split``;
             empty takes the mode's own.
         alpha_tokens: a disk read queue above this many tokens is long (what a SNIC reads in 3 s).
         beta_tokens: an engine with more assigned tokens than this is overloaded.
@@ -322,10 +318,13 @@ class LogConfig(Section, frozen=True):
     Attributes:
         format: ``text``, or ``json`` for one object a line.
         level: least severe lines that are written: ``info`` has one line per request.
+        timeline: folder in which front and engines write what they did when, for Perfetto; empty
+            for none.
     """
 
     format: LogFormat = LogFormat.TEXT
     level: Literal["debug", "info", "warning", "error"] = "info"
+    timeline: str = ""
 
 
 class SecurityConfig(Section, frozen=True):
@@ -340,7 +339,7 @@ class SecurityConfig(Section, frozen=True):
         tls_key_file: its private key (PEM).
     """
 
-    api_keys: dict[str, str] = {}
+    api_keys: dict[str, str] = msgspec.field(default_factory=dict)
     admin_key: str = ""
     control_secret_file: str = ""
     tls_cert_file: str = ""
@@ -361,6 +360,12 @@ class EngineConfig(Section, frozen=True):
         max_num_seqs: most requests in a batch.
         max_batched_tokens: most tokens of a step; longer prompts are chunked.
         prefetch_layers: layers loaded ahead of the one being computed.
+        layer_aliasing: a PE keeps the KV of only ``prefetch_layers + 1`` layers at a time, so that
+            more tokens fit; not in mode ``basic``.
+        copy: how KV gets from host memory into the cache and back: ``host`` (memcpy; the cache is
+            CPU memory), ``cuda`` (the GPU's copy engines), ``cnic`` (RDMA writes of the GPU's own
+            NIC), or ``auto``: ``host`` on CPU, on a GPU ``cnic`` where the NIC is an RDMA device
+            (``mlx5_0:1``), else ``cuda``.
         threads: OpenMP threads of one engine on CPU.
         extra_args: further arguments of vLLM's API server, as they stand.
         env: further environment variables.
@@ -371,10 +376,16 @@ class EngineConfig(Section, frozen=True):
     engine_block_tokens: PositiveInt = 64
     max_num_seqs: PositiveInt = 16
     max_batched_tokens: PositiveInt = 2048
-    prefetch_layers: PositiveInt = 2
+    prefetch_layers: PositiveInt = 1
+    layer_aliasing: bool = True
+    copy: Literal["auto", "cnic", "cuda", "host"] = "auto"
     threads: PositiveInt = 1
     extra_args: tuple[str, ...] = ()
-    env: dict[str, str] = {}
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def window(self, layers: int) -> int:
+        """How many of ``layers`` are in work at a time: one computed, the others loaded ahead."""
+        return min(layers, self.prefetch_layers + 1)
 
 
 class ClusterConfig(Section, frozen=True):
@@ -398,6 +409,7 @@ class ClusterConfig(Section, frozen=True):
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
     engine: EngineConfig = EngineConfig()
+    fabric: FabricConfig = FabricConfig()
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
@@ -407,6 +419,7 @@ class ClusterConfig(Section, frozen=True):
         for role in Role:
             if not any(node.role is role for node in self.nodes):
                 raise ValueError(f"nodes: no node has role {role.value!r}; at least one must")
+        self._check_ports()
         if self.mode is Mode.ORACLE and not self.benchmark:
             raise ValueError(
                 "mode: 'oracle' skips all KV I/O and answers are meaningless; "
@@ -417,6 +430,20 @@ class ClusterConfig(Section, frozen=True):
                 f"engine.block_tokens: {self.engine.block_tokens} must be a multiple of "
                 f"engine_block_tokens {self.engine.engine_block_tokens}"
             )
+
+    def _check_ports(self) -> None:
+        """Each engine listens on one port of the range; engines of one host share it."""
+        engines: dict[tuple[str, str], int] = {}
+        for node in self.nodes:
+            ports = node.cnic.ports or self.fabric.kv.ports
+            place = node.host, ports
+            engines[place] = engines.get(place, 0) + node.engines
+            span = parse_ports(ports)
+            if span is not None and span[1] - span[0] + 1 < engines[place]:
+                raise ValueError(
+                    f"nodes: {ports} are too few TCP ports for {engines[place]} engines on "
+                    f"{node.host}; widen {'cnic' if node.cnic.ports else 'fabric.kv'}.ports"
+                )
 
     def node(self, name: str) -> NodeConfig:
         """The node called ``name``.
@@ -429,6 +456,17 @@ class ClusterConfig(Section, frozen=True):
                 return node
         raise ConfigError(f"nodes: no node is named {name!r}")
 
+    def layer_regions(self, role: Role, layers: int) -> int:
+        """How many of ``layers`` layers' KV an engine holds at a time; all of them, or fewer that
+        take turns.
+
+        They take turns only on PEs of the layerwise modes: a DE reads every layer at every step,
+        and ``basic`` loads all layers at once.
+        """
+        if role is not Role.PREFILL or self.mode is Mode.BASIC or not self.engine.layer_aliasing:
+            return layers
+        return self.engine.window(layers)
+
     def engines(self, role: Role) -> list[tuple[NodeConfig, int]]:
         """``(node, local index)`` of every engine of ``role``; the list index is its rank."""
         return [
@@ -437,6 +475,16 @@ class ClusterConfig(Section, frozen=True):
             if node.role is role
             for local in range(node.engines)
         ]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def engine_name(role: Role, rank: int) -> str:
@@ -451,7 +499,7 @@ def parse(data: dict[str, Any], source: str = "config") -> ClusterConfig:
         ConfigError: one line: ``source: field: what is wrong``.
     """
     try:
-        return msgspec.convert(data, ClusterConfig, dec_hook=_decode_hook)
+        return msgspec.convert(data, ClusterConfig, dec_hook=decode_unit)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {_field_first(str(error))}") from None
 
@@ -475,19 +523,8 @@ def load(path: str | Path) -> ClusterConfig:
 
 def dump(config: ClusterConfig) -> str:
     """TOML text that ``load`` reads back to an equal description."""
-    data = msgspec.to_builtins(config, enc_hook=_encode_hook)
+    data = msgspec.to_builtins(config, enc_hook=encode_unit)
     return msgspec.toml.encode(data).decode()
-
-
-def _encode_hook(value: object) -> object:
-    """Sizes, rates and durations as text with units; floats with every digit they have."""
-    if isinstance(value, Size):
-        return f"{int(value)}B"
-    if isinstance(value, Rate):
-        return f"{float(value)!r}B/s" if value.limited else "unlimited"
-    if isinstance(value, Seconds):
-        return f"{float(value)!r}s"
-    raise NotImplementedError(type(value))
 
 
 def _field_first(message: str) -> str:
@@ -500,8 +537,8 @@ def _field_first(message: str) -> str:
 
 __all__ = [
     "BufferConfig", "ClusterConfig", "ConfigError", "EngineConfig", "FrontConfig", "LogConfig",
-    "LogFormat", "Mode", "ModelConfig", "NicConfig", "NodeConfig", "Rate", "Role",
+    "LogFormat", "Mode", "ModelConfig", "NicConfig", "NodeConfig", "Rate", "Role", "S3Config",
     "SchedulerConfig", "Seconds",
-    "SecurityConfig", "Size", "SnicConfig", "StorageConfig", "TimeoutConfig", "dump",
-    "engine_name", "load", "parse", "parse_rate", "parse_seconds", "parse_size",
+    "Section", "SecurityConfig", "Size", "SnicConfig", "StorageConfig", "TimeoutConfig", "dump",
+    "engine_name", "is_loopback", "load", "parse", "parse_rate", "parse_seconds", "parse_size",
 ]  # fmt: skip

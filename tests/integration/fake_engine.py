@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import subprocess
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from fake_answers import Render, error_answer, refuse_malformed, send_event
 from fake_model import EOS, chat_tokens, generate, text_of, tokens_of
 
 from dualpath.blocks import chain_keys, extend_keys
@@ -22,6 +22,7 @@ from dualpath.config import Role, engine_name
 from dualpath.control.channel import Channel, connect
 from dualpath.control.host import host_id
 from dualpath.control.messages import (
+    PROTOCOL_VERSION,
     Allocated,
     BlockRef,
     BufferInfo,
@@ -91,7 +92,7 @@ class FakeEngine:
         self.control_port = control_port
         self.fingerprint = FINGERPRINT
         self.secret = ""
-        self.protocol = 1
+        self.protocol = PROTOCOL_VERSION
         self.weights_changed = False
         self.in_place = False
         self.answers: list[Any] = []
@@ -111,6 +112,7 @@ class FakeEngine:
         self.read_queue_tokens = 0
         self.counters: dict[str, float] = {}
         self.report_interval_s = 0.02
+        self.prefill_token_s = 0.0
         self._gates: dict[str, asyncio.Event] = {}
         self._channel: Channel[Any] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,7 +130,7 @@ class FakeEngine:
         self.incarnation = secrets.token_hex(4)
         # Its death has to be a real one: the front asks the kernel.
         self._process = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220 - a few milliseconds
-        app = web.Application(client_max_size=1 << 26, middlewares=[_refuse_malformed])
+        app = web.Application(client_max_size=1 << 26, middlewares=[refuse_malformed])
         app.router.add_get("/health", self._health)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._completions)
@@ -262,8 +264,10 @@ class FakeEngine:
     def _take(self, message: Any) -> None:
         shared = self.shared
         match message:
-            case PeerUp(peer=peer):
+            case PeerUp(peer=peer, quiet=quiet):
                 self.peers[peer.engine] = peer.incarnation
+                if not quiet:
+                    shared.events.append(f"{self.name} told {peer.engine} may still write")
             case PeerGone():
                 shared.events.append(f"{self.name} told {message.engine} gone")
                 self.peers.pop(message.engine, None)
@@ -379,7 +383,7 @@ class FakeEngine:
         self.bodies.append(("/tokenize", body))
         await self._gate("tokenize")
         if (status := self.http_status.get("/tokenize")) is not None:
-            return _error(status)
+            return error_answer(status)
         ids = chat_tokens(body["messages"]) if "messages" in body else tokens_of(body["prompt"])
         return web.json_response({"count": len(ids), "max_model_len": 512, "tokens": ids})
 
@@ -387,7 +391,7 @@ class FakeEngine:
         body = await request.json()
         self.bodies.append(("/v1/completions", body))
         if (status := self.http_status.get("/v1/completions")) is not None:
-            return _error(status)
+            return error_answer(status)
         if self.role is Role.PREFILL:
             return await self._prefill(request, body)
         prompt = body["prompt"]
@@ -398,7 +402,7 @@ class FakeEngine:
         body = await request.json()
         self.bodies.append(("/v1/chat/completions", body))
         if (status := self.http_status.get("/v1/chat/completions")) is not None:
-            return _error(status)
+            return error_answer(status)
         parameters = body.get("kv_transfer_params") or {}
         ids = parameters.get("prompt_token_ids") or chat_tokens(body["messages"])
         return await self._generate(request, body, ids, chat=True)
@@ -420,6 +424,7 @@ class FakeEngine:
             self.shared.faults.append(f"a hit of {hit} tokens")
         try:
             await self._gate("prefill")
+            await asyncio.sleep(self.prefill_token_s * (len(body["prompt"]) - hit))
         except asyncio.CancelledError:
             self.aborted += 1
             raise
@@ -465,7 +470,7 @@ class FakeEngine:
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         answer = generate(ids, limit, self.eos_at)
         finish = "stop" if answer[-1] == EOS else "length"
-        render = _Render(request, body, ids, chat)
+        render = Render(request, body, ids, chat)
         try:
             await self._gate("decode")
             if not body.get("stream"):
@@ -475,7 +480,7 @@ class FakeEngine:
             response = web.StreamResponse(headers={"content-type": "text/event-stream"})
             await response.prepare(request)
             for event in render.opening():
-                await _event(response, event)
+                await send_event(response, event)
             for index, token in enumerate(answer):
                 await self._gate("token")
                 if self.break_stream_after == index:
@@ -486,11 +491,11 @@ class FakeEngine:
                 for choice in range(body.get("n") or 1):
                     event = render.token(token, index + 1, finish if last else None)
                     event["choices"][0]["index"] = choice
-                    await _event(response, event)
+                    await send_event(response, event)
             if session is not None:
                 await self._finish(session, ids, answer)
             if (body.get("stream_options") or {}).get("include_usage"):
-                await _event(response, render.closing(len(answer)))
+                await send_event(response, render.closing(len(answer)))
             await response.write(b"data: [DONE]\n\n")
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
@@ -513,132 +518,6 @@ class FakeEngine:
         assert isinstance(answer, EpochAdvanced)
         assert answer.serial == 7
         return answer.weight_epoch
-
-
-class _Render:
-    """vLLM's answers."""
-
-    def __init__(
-        self, request: web.Request, body: dict[str, Any], ids: list[int], chat: bool
-    ) -> None:
-        self._body = body
-        self._ids = ids
-        self._chat = chat
-        prefix = "chatcmpl" if chat else "cmpl"
-        self._base = {
-            "id": f"{prefix}-{request.headers['x-request-id']}",
-            "created": 2000,
-            "model": body.get("model") or "fake",
-        }
-
-    @property
-    def _wants_ids(self) -> bool:
-        return bool(self._body.get("return_token_ids"))
-
-    def _usage(self, count: int) -> dict[str, Any]:
-        prompt = len(self._ids)
-        return {
-            "prompt_tokens": prompt, "total_tokens": prompt + count, "completion_tokens": count,
-        }  # fmt: skip
-
-    def _chunk(self, choices: list[dict[str, Any]], count: int) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        chunk = {**self._base, "object": kind, "choices": choices}
-        options = self._body.get("stream_options") or {}
-        if choices and options.get("continuous_usage_stats"):
-            chunk["usage"] = self._usage(count)
-        return chunk
-
-    def opening(self) -> list[dict[str, Any]]:
-        if not self._chat:
-            return []
-        delta = {"role": "assistant", "content": ""}
-        chunk = self._chunk(
-            [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}], 0
-        )
-        if self._wants_ids:
-            chunk["prompt_token_ids"] = self._ids
-        return [chunk]
-
-    def token(self, token: int, count: int, finish: str | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": 0, "logprobs": None, "finish_reason": finish,
-            "token_ids": [token] if self._wants_ids else None,
-        }  # fmt: skip
-        if self._chat:
-            choice["delta"] = {"content": text_of([token])}
-            if finish:
-                choice["stop_reason"] = None
-        else:
-            choice |= {"text": text_of([token]), "stop_reason": None, "prompt_token_ids": None}
-            if count == 1 and self._wants_ids:
-                choice["prompt_token_ids"] = self._ids
-        return self._chunk([choice], count)
-
-    def closing(self, count: int) -> dict[str, Any]:
-        return {**self._chunk([], count), "usage": self._usage(count)}
-
-    def whole(self, answer: list[int], finish: str) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None,
-            "token_ids": answer if self._wants_ids else None,
-        }  # fmt: skip
-        body = {**self._base, "choices": [choice], "usage": self._usage(len(answer))}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": text_of(answer)}
-            body["object"] = "chat.completion"
-            body["prompt_token_ids"] = self._ids if self._wants_ids else None
-        else:
-            choice["text"] = text_of(answer)
-            choice["prompt_token_ids"] = self._ids if self._wants_ids else None
-            body["object"] = "text_completion"
-        count = self._body.get("n") or 1
-        body["choices"] = [{**choice, "index": index} for index in range(count)]
-        return body
-
-
-async def _event(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
-_NUMBER = (int, float)
-_FIELDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
-         "repetition_penalty"),
-        _NUMBER,
-    ),
-    **dict.fromkeys(("top_k", "seed", "min_tokens", "max_tokens", "n", "prompt_logprobs",
-                     "max_completion_tokens"), (int,)),
-    **dict.fromkeys(("ignore_eos", "return_token_ids", "stream", "echo"), (bool,)),
-    **dict.fromkeys(("logit_bias", "response_format", "structured_outputs", "stream_options",
-                     "chat_template_kwargs"), (dict,)),
-    **dict.fromkeys(("stop_token_ids", "tools", "messages"), (list,)),
-    "stop": (str, list),
-    "suffix": (str,),
-    "user": (str,),
-}  # fmt: skip
-
-
-@web.middleware
-async def _refuse_malformed(request: web.Request, handler: Any) -> web.StreamResponse:
-    """As vLLM does: what is of the wrong type is a 400, whatever part of the server noticed."""
-    if request.can_read_body:
-        body = await request.json()
-        for name, kinds in _FIELDS.items():
-            value = body.get(name)
-            wrong = isinstance(value, bool) and bool not in kinds
-            if value is not None and (wrong or not isinstance(value, kinds)):
-                return _error(400)
-    try:
-        return await handler(request)  # type: ignore[no-any-return]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        return _error(400)
-
-
-def _error(status: int) -> web.Response:
-    body = {"error": {"message": "told to", "type": "T", "param": "p", "code": status}}
-    return web.json_response(body, status=status)
 
 
 __all__ = ["BLOCK", "FINGERPRINT", "FakeEngine", "Shared", "extend_keys"]

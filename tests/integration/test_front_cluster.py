@@ -43,7 +43,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"fingerprint": {"block_tokens": 16}}, "block_tokens: 16 != 8"),
     ({"fingerprint": {"layout_id": "packed"}}, "layout_id: 'packed' != 'plain'"),
     ({"fingerprint": {"tp_size": 2}}, "tp_size: 2 != 1"),
-    ({"protocol": 99}, "protocol: 99 != 1"),
+    ({"protocol": 99}, "protocol: 99 != 2"),
     ({"secret": "wrong"}, "secret:"),
     ({"rank": 7}, "rank: 7 is outside 0..0"),
     ({"node": "elsewhere"}, "node: 'elsewhere' != 'd0'"),

@@ -172,6 +172,35 @@ async def test_a_lost_connection_of_a_living_engine(tmp_path: Path) -> None:
         await cluster.idle()
 
 
+async def test_a_de_that_connects_again_is_told_when_the_pe_is_over(tmp_path: Path) -> None:
+    """Its PE may still be writing for a session that the DE lost: it is not introduced as quiet,
+    and the end comes as the session's ``Close``, on the new connection."""
+    async with running_cluster(make_config(tmp_path)) as cluster:
+        cluster.pe.hold("prefill")
+        cluster.pe.hold("close")
+        request = asyncio.create_task(cluster.post(TEXT, BODY))
+        await cluster.until(holds(cluster, "pe0", "prefill"))
+        await cluster.de.drop_control()
+        await cluster.de.rejoin()
+        await cluster.until(lambda: "de0 told pe0 may still write" in cluster.shared.events)
+        await cluster.until(holds(cluster, "pe0", "close"))
+        assert "de0 close 0" not in cluster.shared.events
+        cluster.pe.release("prefill")
+        cluster.pe.release("close")
+        await cluster.until(lambda: "de0 close 0" in cluster.shared.events)
+        status, answer, _ = await request
+        assert (status, answer["choices"][0]["text"]) == (200, EXPECTED)
+        await cluster.idle()
+        # With nothing left, the next time there is nothing to wait for.
+        cluster.shared.events.clear()
+        await cluster.de.drop_control()
+        await cluster.de.rejoin()
+        await cluster.until(lambda: "pe0" in cluster.de.peers)
+        assert (await cluster.post(TEXT, BODY))[0] == 200
+        assert "de0 told pe0 may still write" not in cluster.shared.events
+        await cluster.idle()
+
+
 # ---- engines that fail -------------------------------------------------------------------------
 
 

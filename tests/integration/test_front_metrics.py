@@ -16,6 +16,7 @@ from fake_model import tokens_of
 from front_kit import FakeCluster, make_config, running_cluster, running_front
 from prometheus_client.parser import text_string_to_metric_families
 
+from dualpath import measuring
 from dualpath.config import Role
 
 pytestmark = pytest.mark.integration
@@ -317,3 +318,26 @@ def balanced(expression: str) -> None:
         elif character in closing:
             assert stack and stack.pop() == closing[character], expression
     assert stack == [], expression
+
+
+async def test_a_measurements_prompts_are_not_the_work_the_front_has_served(
+    tmp_path: Path,
+) -> None:
+    """Else a second ``dualpath profile`` would take the first one's hits for the workload's."""
+    body = {"model": "fake", "prompt": IDS, "max_tokens": 4}
+    async with running_cluster(make_config(tmp_path)) as cluster:
+        for _ in range(2):
+            assert (await cluster.post(TEXT, body))[0] == 200
+        work = (await cluster.get("/debug/state"))["tokens"]
+        assert work == {"hit": len(IDS) - BLOCK, "miss": len(IDS) + BLOCK}
+        for _ in range(3):
+            marked = {**body, "cache_salt": f"{measuring.SALT}1"}
+            assert (await cluster.post(TEXT, marked))[0] == 200
+        assert (await cluster.get("/debug/state"))["tokens"] == work
+        (counted,) = [
+            sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
+            for name, family in (await families(cluster)).items()
+            if name == "dualpath_prompt_tokens_total"
+        ]
+        assert counted == 5 * len(IDS)
+        await cluster.idle()

@@ -159,7 +159,7 @@ async def test_a_full_disk_does_not_stop_serving(
         (lost,) = (
             float(line.split()[1])
             for line in metrics.splitlines()
-            if line.startswith("dualpath_decision_log_lines_lost ")
+            if line.startswith("dualpath_decision_log_lines_lost_total ")
         )
         assert lost > 8
         assert sum(len(made.assigned) for made in replay(lines_of(tmp_path))) == 2

@@ -26,6 +26,7 @@ from dualpath.control.messages import (
     Close,
     Closed,
     Dropped,
+    EngineStats,
     GoDecode,
     Hello,
     Message,
@@ -148,7 +149,9 @@ class ScriptedFront:
         self._inbox: dict[tuple[str, type], asyncio.Queue[Message]] = {}
         self._joined: dict[str, asyncio.Event] = {}
         self._reported: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.refuse = ""
+        self.quiet = True  # nobody writes for sessions that a newcomer had before
 
     async def __aenter__(self) -> ScriptedFront:
         self._server = await asyncio.start_server(self._engine, "127.0.0.1", 0)
@@ -171,8 +174,9 @@ class ScriptedFront:
         name = hello.peer.engine
         channel.send(Welcome(front="test", report_interval_s=0.02, weight_epoch=0))
         for other, existing in self.channels.items():
-            existing.send(PeerUp(peer=hello.peer))
-            channel.send(PeerUp(peer=self.hellos[other].peer))
+            if other != name:
+                existing.send(PeerUp(peer=hello.peer))
+                channel.send(PeerUp(peer=self.hellos[other].peer, quiet=self.quiet))
         self.channels[name], self.hellos[name] = channel, hello
         self._joined.setdefault(name, asyncio.Event()).set()
         with contextlib.suppress(EOFError):
@@ -187,6 +191,11 @@ class ScriptedFront:
                     self.dropped |= set(message.keys)
                 else:
                     self.inbox(name, type(message)).put_nowait(message)
+        self._ended[name].set()
+
+    async def ended(self, engine: str) -> None:
+        """Wait until its connection has ended."""
+        await self._ended[engine].wait()
 
     def inbox(self, engine: str, kind: type) -> asyncio.Queue[Message]:
         return self._inbox.setdefault((engine, kind), asyncio.Queue())
@@ -213,13 +222,35 @@ class ScriptedFront:
                     assert stats.read_queue_tokens == 0
                     return self.reports[engine]
 
+    async def reported(self, engine: str) -> EngineStats:
+        """Of the next report that was begun after this call."""
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(2):
+                self._reported[engine].clear()
+                await self._reported[engine].wait()
+            return self.reports[engine].stats
+
+    async def reported_buffer(self, engine: str) -> int:
+        """Slots in use."""
+        return (await self.reported(engine)).buffer_slots_used
+
+    async def reported_sessions(self, engine: str) -> int:
+        """Open or waiting for the word that their PE is over."""
+        return (await self.reported(engine)).sessions
+
     async def open(
-        self, rid: str, keys: list[bytes], tokens: int, hit: int, pe_reads: int
+        self,
+        rid: str,
+        keys: list[bytes],
+        tokens: int,
+        hit: int,
+        pe_reads: int,
+        deadline_s: float = 60.0,
     ) -> tuple[int, int]:
         """Open both sides; the PE reads ``pe_reads`` blocks, the DE the others of the hit."""
         spec = SessionSpec(
             rid=rid, attempt=0, root=ROOT, keys=keys, prompt_tokens=tokens, hit_blocks=hit,
-            deadline_s=60.0,
+            deadline_s=deadline_s,
         )  # fmt: skip
         self.send("de0", OpenDecode(spec=spec, read=(pe_reads, hit), prefill_engine="pe0"))
         allocated = await self.expect("de0", Allocated)
@@ -445,6 +476,42 @@ async def test_close_at_every_stage_leaves_nothing(pair: Pair) -> None:
         await pair.front.close(rid)
         await pair.front.idle("pe0")
         await pair.front.idle("de0")
+
+
+async def test_a_session_past_its_deadline_waits_for_the_word_that_its_pe_is_over(
+    pair: Pair,
+) -> None:
+    """A DE that was stopped reads the front's ``Close`` only after its own deadline."""
+    tokens = list(range(3 * 64))
+    keys = chain_keys(ROOT, tokens, 64)
+    await pair.front.open("late", keys, len(tokens), 0, 0, deadline_s=0.3)
+    for engine in ("pe0", "de0"):
+        await pair.front.expect(engine, Closed)
+    await pair.front.idle("pe0")
+    assert await pair.front.reported_sessions("de0") == 1, "the PE might still write"
+    await pair.front.close("late")
+    await pair.front.idle("de0")
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+async def test_a_de_that_connects_again_keeps_what_its_pe_may_write_to(
+    pair: Pair, quiet: bool
+) -> None:
+    front = pair.front
+    tokens = list(range(3 * 64))
+    await front.open("cut", chain_keys(ROOT, tokens, 64), len(tokens), 0, 0)
+    front.quiet = quiet
+    front._joined["de0"].clear()
+    await front.channels["de0"].close()
+    await front.joined("de0")
+    if quiet:
+        await front.idle("de0")
+        front.send("pe0", Close(rid="cut", attempt=0, reason="test"))
+    else:
+        assert await front.reported_sessions("de0") == 1, "the PE may still write"
+        await front.close("cut")
+    await front.idle("pe0")
+    await front.idle("de0")
 
 
 async def test_buffer_full_waits_then_serves(pair: Pair) -> None:

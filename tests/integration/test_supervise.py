@@ -123,6 +123,32 @@ async def test_a_child_that_ignores_sigterm_and_a_grandchild_elsewhere_end_too(
         assert not any(alive(pid) for pid in family)
 
 
+async def test_a_restart_that_the_machine_refuses_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = 0
+    begin = asyncio.create_subprocess_exec
+
+    async def refuse_twice(*argv: str, **keys: object) -> object:
+        nonlocal refusals
+        if refusals < 2:
+            refusals += 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await begin(*argv, **keys)  # type: ignore[arg-type]
+
+    with nothing_left(tmp_path):
+        async with running(spec(tmp_path)) as supervisor:
+            first = pids(tmp_path)
+            (tmp_path / "pids").unlink()
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse_twice)
+            os.kill(first[0], signal.SIGKILL)
+            await eventually((tmp_path / "pids").exists, "a start after two refusals")
+            assert refusals == 2
+            assert supervisor.restarts() == {"child": 3}
+            family = pids(tmp_path)
+        assert not any(alive(pid) for pid in family)
+
+
 async def test_a_killed_child_is_started_again_without_its_old_family(tmp_path: Path) -> None:
     with nothing_left(tmp_path):
         async with running(spec(tmp_path)) as supervisor:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dualpath.config import SecurityConfig, parse
+from dualpath.config import SecurityConfig, is_loopback, parse
 from dualpath.control.host import host_id
-from dualpath.serve.auth import is_loopback, require_admin, tenant_of
+from dualpath.serve.auth import require_admin, tenant_of
 from dualpath.serve.body import Call, Endpoint, parse_call
 from dualpath.serve.errors import ApiError
 from dualpath.serve.first_token import (

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.scheduler.attention_time import AttentionTimeModel
-from dualpath.scheduler.batch import cut_batch
+from dualpath.scheduler.batch import cut_batch, share_of_long
 
 pytestmark = pytest.mark.unit
 
@@ -67,3 +67,25 @@ def test_impossible_arguments_are_refused() -> None:
         cut_batch([(0, 1), (0, 0)], 9.0, cost)
     with pytest.raises(ValueError, match="max_tokens"):
         cut_batch([(0, 1)], 9.0, cost, max_tokens=0)
+
+
+@given(st.lists(st.integers(1, 3000), max_size=12), st.integers(1, 4000))
+def test_long_prompts_leave_a_part_to_short_ones(left: list[int], budget: int) -> None:
+    share = share_of_long(left, budget)
+    long = sum(tokens >= budget for tokens in left)
+    if 0 < long < len(left) and budget > long:
+        # Each long one goes on, and what they all take together is not the whole step.
+        assert 1 <= share <= budget
+        assert long * share < budget
+        # As much as is fair: one part each, and one for all short ones.
+        assert (long + 1) * (share + 1) > budget
+    elif not 0 < long < len(left):
+        assert share == 0
+
+
+def test_shares_of_a_step() -> None:
+    assert share_of_long([4000, 70], 256) == 128
+    assert share_of_long([70, 4000, 4000], 256) == 85
+    assert share_of_long([70, 180], 256) == 0  # first in, first out
+    assert share_of_long([4000, 4000], 256) == 0  # nobody short waits
+    assert share_of_long([], 256) == 0

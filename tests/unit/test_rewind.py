@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dualpath.engine.rewind import RewindableGenerator, begin_step  # noqa: E402 - needs torch
+from dualpath.engine.rewind import RewindableGenerator, begin_step, dropped_draws  # noqa: E402 - needs torch
 
 pytestmark = pytest.mark.unit
 
@@ -37,3 +37,20 @@ def test_a_dropped_draw_changes_nothing() -> None:
         else:
             assert drawn == expected.pop(0)
     assert expected == []
+
+
+def test_a_failed_loads_draw_is_taken_back_and_no_others() -> None:
+    def seeded() -> object:
+        return torch.Generator().manual_seed(7)
+
+    plain = seeded()
+    expected = [draw(plain) for _ in range(3)]
+    batch = SimpleNamespace(generators={0: seeded(), 1: seeded()}, req_ids=["lost", "good"])
+    runner = SimpleNamespace(input_batch=batch)
+    with dropped_draws(runner, {"lost", "of another step"}):
+        assert draw(batch.generators[0]) == expected[0]
+        assert draw(batch.generators[1]) == expected[0]
+    with dropped_draws(runner, ()):
+        assert draw(batch.generators[0]) == expected[0]
+        assert draw(batch.generators[1]) == expected[1]
+    assert draw(batch.generators[0]) == expected[1]

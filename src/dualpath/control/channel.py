@@ -18,6 +18,7 @@ from dualpath.control.messages import Message
 
 MAX_MESSAGE_BYTES = 256 << 20
 _HEADER_BYTES = 4
+_READ_BYTES = 1 << 16
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class Channel(Generic[T]):
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: type[T]
     ) -> None:
         self._reader = reader
+        self._received = bytearray()
         self._writer = writer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(receives)
@@ -71,20 +73,29 @@ class Channel(Generic[T]):
             EOFError: the peer closed or died.
             ChannelError: the bytes are not a known message.
         """
-        try:
-            header = await self._reader.readexactly(_HEADER_BYTES)
-            length = int.from_bytes(header, "big")
-            if length > MAX_MESSAGE_BYTES:
-                raise ChannelError(f"a message of {length} bytes is too large")
-            body = await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
-            if isinstance(error, ChannelError):
-                raise
-            raise EOFError("the peer closed the control connection") from error
+        await self._have(_HEADER_BYTES)
+        length = int.from_bytes(self._received[:_HEADER_BYTES], "big")
+        if length > MAX_MESSAGE_BYTES:
+            raise ChannelError(f"a message of {length} bytes is too large")
+        end = _HEADER_BYTES + length
+        await self._have(end)
+        body = bytes(self._received[_HEADER_BYTES:end])
+        del self._received[:end]
         try:
             return self._decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise ChannelError(f"not a control message: {error}") from error
+
+    async def _have(self, count: int) -> None:
+        """Wait for that many bytes; those that come with them are kept for the next message."""
+        while len(self._received) < count:
+            try:
+                piece = await self._reader.read(_READ_BYTES)
+            except OSError as error:
+                raise EOFError("the peer closed the control connection") from error
+            if not piece:
+                raise EOFError("the peer closed the control connection")
+            self._received += piece
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """Send what is queued, then close; gives up after ``timeout_s``."""

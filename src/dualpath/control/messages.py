@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -120,6 +120,8 @@ class Hello(Message, frozen=True, kw_only=True):
     http_url: str
     fingerprint: Fingerprint
     max_batched_tokens: int
+    layer_regions: int = 0
+    """Of a PE whose layers take turns in its memory: how many layers' KV it holds; else 0."""
     stats: EngineStats
     weights_changed: bool = False
     """Its weights were replaced in place and no front has acknowledged that yet."""
@@ -247,9 +249,17 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class PeerUp(Message, frozen=True, kw_only=True):
-    """Another engine can be reached."""
+    """Another engine can be reached.
+
+    Attributes:
+        peer: how.
+        quiet: it does no I/O of sessions that it had before this message. Not so when the receiver
+            itself has connected again while such sessions are still being closed: the end of each
+            is then said by ``Close``.
+    """
 
     peer: PeerInfo
+    quiet: bool = True
 
 
 class PeerGone(Message, frozen=True, kw_only=True):

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualpath.blocks import BlockLayout
-from dualpath.config import ClusterConfig, FrontConfig, NodeConfig, Role, engine_name
+from dualpath.config import (
+    ClusterConfig,
+    FrontConfig,
+    NodeConfig,
+    Role,
+    StorageConfig,
+    engine_name,
+)
 from dualpath.control.messages import (
     BufferInfo,
     EngineStats,
@@ -17,11 +24,15 @@ from dualpath.control.messages import (
     Message,
     PeerInfo,
 )
-from dualpath.storage import BlockStore, Limiter
-from dualpath.transfer.agent import PeerAgent
-from dualpath.transfer.hbm import DeviceCache, HostCopyEngine
+from dualpath.spans import Spans
+from dualpath.storage import Limiter, buffer_memory, open_store
+from dualpath.transfer.class_agent import class_agent, class_settings
+from dualpath.transfer.copy_choice import CopyPlace, open_copy_engine
+from dualpath.transfer.hbm import DeviceCache
 from dualpath.transfer.manager import AttentionSource, TrafficManager
 from dualpath.transfer.memory import Region
+from dualpath.transfer.qos.classes import TrafficClass
+from dualpath.transfer.regions import Regions
 from dualpath.transfer.services import Arena, Services
 from dualpath.transfer.slots import SlotPool
 
@@ -66,6 +77,8 @@ def traffic_manager(
     run_dir: Path,
     live_stats: Callable[[], dict[str, int]],
     attention: AttentionSource | None = None,
+    regions: Regions | None = None,
+    spans: Spans | None = None,
 ) -> TrafficManager:
     """The traffic manager of one engine, not started yet.
 
@@ -74,46 +87,47 @@ def traffic_manager(
         control: ``host:port`` of the front's control server.
         run_dir: folder on this machine shared by the node's engines (NIC limit state).
         attention: what the engine's attention costs, for its reports; only PEs measure it.
+        regions: of a PE whose layers take turns in its memory.
+        spans: the engine's timeline.
 
     Raises:
         BufferTooSmall: a buffer holds no block.
+
+    ``start`` of the result raises ``CopyEngineMissing`` when ``engine.copy`` cannot work here.
     """
     node, _ = cluster.engines(identity.role)[identity.rank]
     layout = cache.layout
     buffer, staging = _arenas(cluster, identity.role, layout)
     name = engine_name(identity.role, identity.rank)
-    hello = _hello(cluster, identity, node, name, layout, buffer)
+    hello = _hello(cluster, identity, node, name, layout, buffer, regions)
     host, _, port = control.rpartition(":")
 
     def build(
         send: Callable[[Message], None], on_crash: Callable[[str], None]
     ) -> tuple[Services, bytes]:
-        agent = PeerAgent(
-            f"{name}/{identity.incarnation}",
-            device=node.cnic.device,
-            ports=node.cnic.ports,
-            rate_bytes_s=node.cnic.rate,
-        )
-        agent.register(buffer.region)
-        agent.register(staging.region)
-        for address in cache.layer_addresses:
-            nbytes = cache.num_blocks * cache.block_stride_bytes
-            agent.register(Region.borrowed(address, nbytes, keepalive))
-        store = BlockStore.open(
-            cluster.storage.path,
+        agent = class_agent(f"{name}/{identity.incarnation}", cluster, node, TrafficClass.KV)
+        buffers = [buffer.region, staging.region]
+        nbytes = cache.num_blocks * cache.block_stride_bytes
+        layers = [
+            Region.borrowed(address, nbytes, keepalive, cache.device)
+            for address in cache.layer_addresses
+        ]
+        # Peers never reach into a cache, and only a PE without regions pushes straight out of it.
+        pushes = identity.role is Role.PREFILL and regions is None
+        for region in (*buffers, *layers) if pushes else buffers:
+            agent.register(region)
+        nic = class_settings(cluster, node, TrafficClass.KV)
+        place = CopyPlace(agent.name, nic, cache.device, layers, buffers)
+        store = open_store(
+            cluster.storage,
             layout,
-            io=cluster.storage.io,
-            direct=cluster.storage.direct,
-            fsync=cluster.storage.fsync,
-            batch_blocks=cluster.storage.batch_blocks,
             read_limiter=Limiter.shared(run_dir, f"{node.name}-read", node.snic.read),
             write_limiter=Limiter.shared(run_dir, f"{node.name}-write", node.snic.write),
-            capacity_bytes=cluster.storage.capacity,
         )
         services = Services(
             layout=layout,
             cache=cache,
-            copy_engine=HostCopyEngine(),
+            copy_engine=open_copy_engine(cluster.engine.copy, place),
             buffer=buffer,
             staging=staging,
             agent=agent,
@@ -123,6 +137,8 @@ def traffic_manager(
             batch_blocks=cluster.storage.batch_blocks,
             send=send,
             on_crash=on_crash,
+            regions=regions,
+            spans=spans,
         )
         return services, agent.metadata()
 
@@ -143,6 +159,7 @@ def _hello(
     name: str,
     layout: BlockLayout,
     buffer: Arena,
+    regions: Regions | None,
 ) -> Hello:
     secret_file = cluster.security.control_secret_file
     return Hello(
@@ -172,6 +189,7 @@ def _hello(
             layout_id=identity.layout_id,
         ),
         max_batched_tokens=identity.max_batched_tokens,
+        layer_regions=0 if regions is None else regions.count,
         stats=EngineStats(),
         secret=Path(secret_file).read_text().strip() if secret_file else "",
     )
@@ -183,17 +201,22 @@ def _arenas(cluster: ClusterConfig, role: Role, layout: BlockLayout) -> tuple[Ar
     if role is Role.PREFILL:
         landing_slot = layout.layer_block_bytes
         return (
-            _arena(sizes.prefill, layout.slot_bytes, "buffers.prefill"),
+            _arena(sizes.prefill, layout.slot_bytes, "buffers.prefill", cluster.storage),
             _arena(sizes.landing, landing_slot, "buffers.landing"),
         )
     return (
-        _arena(sizes.decode, layout.slot_bytes, "buffers.decode"),
-        _arena(sizes.persist, layout.slot_bytes, "buffers.persist"),
+        _arena(sizes.decode, layout.slot_bytes, "buffers.decode", cluster.storage),
+        _arena(sizes.persist, layout.slot_bytes, "buffers.persist", cluster.storage),
     )
 
 
-def _arena(nbytes: int, slot_bytes: int, field: str) -> Arena:
+def _arena(nbytes: int, slot_bytes: int, field: str, storage: StorageConfig | None = None) -> Arena:
+    """Memory in equal slots; where blocks are read from and written to ``storage``, of the kind
+    that it likes best."""
     slots = nbytes // slot_bytes
     if not slots:
         raise BufferTooSmall(f"{field}: {nbytes} bytes hold no block of {slot_bytes} bytes")
-    return Arena(Region(slots * slot_bytes), SlotPool(slots, slot_bytes, field))
+    size = slots * slot_bytes
+    memory = buffer_memory(storage, size, slot_bytes) if storage is not None else None
+    region = Region(size) if memory is None else Region.borrowed(memory.address, size, memory)
+    return Arena(region, SlotPool(slots, slot_bytes, field))

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.v1.engine import FinishReason
 
@@ -29,13 +30,17 @@ from dualpath.blocks import BlockLayout
 from dualpath.config import ClusterConfig, Role, engine_name
 from dualpath.control.host import host_id
 from dualpath.engine import assemble
+from dualpath.engine.aliasing import regions_of
 from dualpath.engine.identity import describe_cache, model_digest
+from dualpath.engine.layer_turns import LayerTurns, stream_of
 from dualpath.engine.live import LiveFigures
-from dualpath.engine.metadata import StepMetadata
+from dualpath.engine.metadata import StepMetadata, WorkerMetadata
 from dualpath.engine.place import place_of
 from dualpath.engine.recorder import AttentionRecorder, recorder_for
 from dualpath.engine.scheduler_side import SchedulerSide
 from dualpath.engine.worker_side import WorkerSide
+from dualpath.spans import Spans, spans_for
+from dualpath.transfer.copying import Fence
 from dualpath.transfer.manager import EngineFailing, TrafficManager
 
 if TYPE_CHECKING:
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -64,11 +70,15 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._manager: TrafficManager | None = None
+        self._spans: Spans | None = None
         self._recorder: AttentionRecorder | None = None
         self._layer_numbers: dict[str, int] = {}
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(
-                self._place.role, _scheduler_layout(self._cluster, kv_cache_config)
+                self._place.role,
+                layout := _scheduler_layout(self._cluster, kv_cache_config),
+                aliased=self._cluster.layer_regions(self._place.role, layout.num_layers)
+                < layout.num_layers,
             )
 
     @property
@@ -107,9 +117,12 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
             dtype=str(next(iter(kv_caches.values())).dtype).removeprefix("torch."),
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         )
+        regions = regions_of(self._cluster, self._place.role, cache)
         self._layer_numbers = assemble.layer_numbers(kv_caches)
         if self._place.role is Role.PREFILL:
             self._recorder = recorder_for(next(iter(kv_caches.values())).device.type)
+        name = engine_name(self._place.role, self._place.rank)
+        self._spans = spans_for(self._cluster.log.timeline, name)
         live = LiveFigures(cache.layout.engine_block_tokens, cache.num_blocks)
         self._manager = assemble.traffic_manager(
             self._cluster,
@@ -120,10 +133,25 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
             run_dir=Path(self._place.run_dir),
             live_stats=live.snapshot,
             attention=self._recorder,
+            regions=regions,
+            spans=self._spans,
         )
         self._manager.start()
+        stream = stream_of(next(iter(kv_caches.values())).device)
+        manager = self._manager
+
+        def fence() -> Fence | None:
+            return manager.fence(stream())
+
+        turns = None if regions is None else LayerTurns(manager, regions, fence)
         self._worker_side = WorkerSide(
-            self._manager, cache.layout.num_layers, self._cluster.timeouts, live
+            manager,
+            cache.layout.num_layers,
+            self._cluster.timeouts,
+            live,
+            turns,
+            self._spans,
+            fence,
         )
 
     @property
@@ -179,6 +207,15 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Blocks to compute again."""
         return self._worker.take_failed_blocks()
 
+    def failed_requests(self) -> frozenset[str]:
+        """Requests of the latest step whose sampled tokens vLLM drops, because a load failed."""
+        return self._worker.failed_requests
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """News of preempted requests for the scheduler half."""
+        restored = self._worker.take_restored()
+        return WorkerMetadata(restored) if restored else None
+
     def weights_changed(self, how: str) -> None:
         """The weights were replaced in place: make older KV unreachable before going on.
 
@@ -194,6 +231,8 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._manager is not None:
             self._manager.stop(self._cluster.timeouts.drain + 2.0)
             self._manager = None
+        if self._spans is not None:
+            self._spans.close()
 
     # ---- scheduler side ----------------------------------------------------------------------
 
@@ -205,7 +244,8 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens the engine's host memory holds; always synchronous."""
+        """Tokens the engine's host memory holds; always synchronous. None while the blocks of a
+        preempted request are being read back."""
         return self._scheduler.matched_tokens(request, num_computed_tokens), False
 
     def update_state_after_alloc(
@@ -213,6 +253,12 @@ class DualPathConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         """Blocks are allocated."""
         self._scheduler.after_alloc(request, num_external_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The worker's news."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, WorkerMetadata):
+            self._scheduler.restored(meta.restored)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the worker must do in this step."""

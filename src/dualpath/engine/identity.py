@@ -96,7 +96,8 @@ def describe_cache(
         engine_block_tokens=engine_block_tokens,
         token_layer_bytes=stride // engine_block_tokens,
     )
-    cache = DeviceCache(tuple(addresses), stride, num_blocks, layout)
+    device = first.device.index if first.is_cuda else None
+    cache = DeviceCache(tuple(addresses), stride, num_blocks, layout, device)
     return cache, _layout_id(first, config, names[0], engine_block_tokens)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from dualpath.transfer.decode import PersistBlock
+from dualpath.transfer.exports import PushBlock
 from dualpath.transfer.loads import LoadBlock
-from dualpath.transfer.prefill import PushBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +22,25 @@ class StepRequest:
         request_id: vLLM's id; ``rid`` and ``attempt`` name our session.
         load: blocks to bring into the cache before each layer needs them.
         hit_blocks: with a first step on a PE: leading blocks that are loaded, else None.
-        push: blocks whose KV is complete after this step and belongs in the DE's buffer.
+        load_again: they were in the cache before; see ``LayerLoad``.
+        push: blocks whose KV is complete after this step and belongs in the DE's buffer; where
+            layers take turns also the one that the step leaves incomplete.
         persist: blocks completed by decoding in this step.
         held_blocks: engine blocks the request holds.
+        resumed: with the first step after a preemption: tokens whose KV comes back, and tokens
+            that had KV and are computed again; else None.
     """
 
     request_id: str
     rid: str
     attempt: int
     load: tuple[LoadBlock, ...] = ()
+    load_again: bool = False
     hit_blocks: int | None = None
     push: tuple[PushBlock, ...] = ()
     persist: tuple[PersistBlock, ...] = ()
     held_blocks: int = 0
+    resumed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     ``single``: ``(cached, bsz)`` of a PE's step that computes prompt tokens of one request and
     nothing else; None for any other step.
+    ``restore``: on a DE, of each request preempted, the tokens that had KV.
     """
 
     requests: list[StepRequest] = field(default_factory=list)
@@ -59,3 +69,19 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     preempted: frozenset[str] = frozenset()
     scheduled_tokens: int = 0
     single: tuple[int, int] | None = None
+    restore: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What the worker half tells the scheduler half at the end of a step.
+
+    ``restored``: of preempted requests, the leading blocks that are in host memory again.
+    """
+
+    restored: dict[str, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """Both together; vLLM asks for it with several workers an engine, which is refused."""
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata({**self.restored, **other.restored})

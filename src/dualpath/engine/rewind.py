@@ -1,5 +1,10 @@
-"""Seeded sampling on CPU, where vLLM cannot take a draw back.
+"""Seeded draws that must not count.
 
+A step that finds the KV it wanted to load missing samples a token all the same, and vLLM drops it:
+the token is drawn again once the KV is computed, and it must be the same one that an engine draws
+which never lost anything.
+
+On CPU there is more to do, because vLLM cannot take any draw back there.
 A step that computes only part of a prompt samples a token all the same, and vLLM drops it and sets
 the request's generator back by an offset. torch's CPU generators have none: it raises, and the
 engine dies with every request on it. So each seeded request gets a generator that knows its state
@@ -8,6 +13,8 @@ before the step.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,3 +53,17 @@ def begin_step(runner: Any) -> None:
             # The batch forgets it when the request is preempted, and takes it from here again.
             runner.requests[batch.req_ids[index]].generator = generator
         generator.remember()
+
+
+@contextmanager
+def dropped_draws(runner: Any, request_ids: Collection[str]) -> Iterator[None]:
+    """What is drawn inside for these requests has never been drawn."""
+    batch = runner.input_batch
+    before = [
+        (generator, generator.get_state())
+        for index, generator in batch.generators.items()
+        if request_ids and batch.req_ids[index] in request_ids
+    ]
+    yield
+    for generator, state in before:
+        generator.set_state(state)

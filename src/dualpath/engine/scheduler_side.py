@@ -8,6 +8,7 @@ layer by layer while the KV arrives.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,8 @@ from dualpath.blocks import BlockLayout
 from dualpath.config import Role
 from dualpath.engine.metadata import FinishedRequest, StepMetadata, StepRequest
 from dualpath.transfer.decode import PersistBlock
+from dualpath.transfer.exports import PushBlock
 from dualpath.transfer.loads import LoadBlock
-from dualpath.transfer.prefill import PushBlock
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,19 +56,30 @@ class _Tracked:
     first_persist: int = 0
     next_persist: int = 0
     block_ids: list[int] = field(default_factory=list)
+    computed: int = 0
+    preempted: bool = False
+    restored: int | None = None
+    """Once preempted: leading blocks that are in host memory again, None while not known."""
 
 
 class SchedulerSide:
-    """See ``KVConnectorBase_V1``'s scheduler-side methods, which delegate here."""
+    """See ``KVConnectorBase_V1``'s scheduler-side methods, which delegate here.
 
-    def __init__(self, role: Role, layout: BlockLayout) -> None:
+    Args:
+        aliased: layers take turns in the engine's memory, so that every step brings back what
+            the steps before it left behind.
+    """
+
+    def __init__(self, role: Role, layout: BlockLayout, *, aliased: bool = False) -> None:
         self._role = role
         self._layout = layout
+        self._aliased = aliased
         self._tracked: dict[str, _Tracked] = {}
         self._finished: list[FinishedRequest] = []
 
-    def matched_tokens(self, request: Request, num_computed: int) -> int:
-        """Tokens that can be loaded beyond ``num_computed``."""
+    def matched_tokens(self, request: Request, num_computed: int) -> int | None:
+        """Tokens that can be loaded beyond ``num_computed``; None while that is not known (vLLM
+        goes on with other requests and asks again)."""
         params = request_params(request)
         if params is None or num_computed:
             return 0
@@ -75,8 +87,15 @@ class SchedulerSide:
         if self._role is Role.PREFILL:
             whole = min(params.hit_tokens, int(request.num_tokens) - 1) // self._layout.block_tokens
             return whole * self._layout.block_tokens
+        if tracked is not None and tracked.preempted:
+            # The buffer was given back, and vLLM's blocks are others now: what comes back comes
+            # out of the store (see ``restored``).
+            if tracked.restored is None:
+                return None
+            known = (int(request.num_tokens) - 1) // self._layout.block_tokens
+            return min(tracked.restored, known) * self._layout.block_tokens
         if tracked is not None and tracked.loaded_once:
-            return 0  # preempted: the buffer was given back, so the tokens are computed again
+            return 0
         return min(params.loaded_tokens, int(request.num_tokens) - 1)
 
     def after_alloc(self, request: Request, external_tokens: int) -> None:
@@ -97,12 +116,33 @@ class SchedulerSide:
         tracked.load_tokens = external_tokens
         tracked.load_due = external_tokens > 0
 
+    def restored(self, blocks: Mapping[str, int]) -> None:
+        """The worker has read leading blocks of preempted requests back (or could not: 0)."""
+        for request_id, count in blocks.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.preempted:
+                tracked.restored = count
+
+    def _preempted(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """Note preemptions; the tokens that had KV, of each request that may get them back."""
+        lost: dict[str, int] = {}
+        for request_id in request_ids:
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            tracked.preempted = True
+            tracked.restored = None
+            if self._role is Role.DECODE:
+                lost[request_id] = tracked.computed
+        return lost
+
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """The step's metadata."""
         meta = StepMetadata(
             finished=self._finished,
             preempted=frozenset(output.preempted_req_ids or ()),
             scheduled_tokens=output.total_num_scheduled_tokens,
+            restore=self._preempted(output.preempted_req_ids or ()),
         )
         self._finished = []
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -129,18 +169,28 @@ class SchedulerSide:
 
     def _step(self, tracked: _Tracked, start: int, end: int) -> StepRequest:
         load: tuple[LoadBlock, ...] = ()
+        load_again = False
         hit_blocks: int | None = None
-        if tracked.load_due:
+        admitted = (
+            tracked.load_due
+        )  # a chunk may begin where the hit ends, too, after a failed load
+        if tracked.load_due or (self._aliased and start):
+            load_again = tracked.loaded_once or not tracked.load_due
             tracked.load_due = False
             tracked.loaded_once = True
             load = tuple(
                 LoadBlock(index, self._engine_blocks(tracked, index))
-                for index in range(self._blocks_to_load(tracked))
+                for index in range(self._blocks_to_load(tracked, start))
             )
+        resumed: tuple[int, int] | None = None
+        if tracked.preempted:
+            tracked.preempted = False
+            resumed = (start, max(0, tracked.computed - start))
+        tracked.computed = end
         push: tuple[PushBlock, ...] = ()
         persist: tuple[PersistBlock, ...] = ()
         if self._role is Role.PREFILL:
-            if start == tracked.load_tokens or start == 0:
+            if admitted or start == 0:
                 hit_blocks = start // self._layout.block_tokens
             push = self._pushes(tracked, start, end)
         else:
@@ -155,13 +205,19 @@ class SchedulerSide:
             rid=tracked.params.rid,
             attempt=tracked.params.attempt,
             load=load,
+            load_again=load_again,
             hit_blocks=hit_blocks,
             push=push,
             persist=persist,
             held_blocks=len(tracked.block_ids),
+            resumed=resumed,
         )
 
-    def _blocks_to_load(self, tracked: _Tracked) -> int:
+    def _blocks_to_load(self, tracked: _Tracked, start: int) -> int:
+        if self._aliased:
+            # All that was computed before, the last block perhaps partial. It is loaded whole,
+            # before its layer begins and so before new tokens are written into it.
+            return self._layout.blocks_for_tokens(start)
         if self._role is Role.PREFILL:
             return tracked.load_tokens // self._layout.block_tokens
         # The last block may be partial. It is loaded whole: the slots behind the prompt are
@@ -169,14 +225,16 @@ class SchedulerSide:
         return self._layout.blocks_for_tokens(tracked.load_tokens)
 
     def _pushes(self, tracked: _Tracked, start: int, end: int) -> tuple[PushBlock, ...]:
-        """Blocks that are complete after this step: whole ones, and the prompt's last."""
+        """Blocks that are complete after this step: whole ones, and the prompt's last. Where
+        layers take turns every block that the step adds to."""
         layout = self._layout
         prompt = tracked.request.num_prompt_tokens
         if end > prompt:  # decoding on a PE: nothing of the prompt is new
             return ()
-        last = layout.blocks_for_tokens(end) if end == prompt else layout.full_blocks_in(end)
+        complete = layout.blocks_for_tokens(end) if end == prompt else layout.full_blocks_in(end)
+        last = layout.blocks_for_tokens(end) if self._aliased else complete
         return tuple(
-            PushBlock(index, self._engine_blocks(tracked, index))
+            PushBlock(index, self._engine_blocks(tracked, index), complete=index < complete)
             for index in range(start // layout.block_tokens, last)
         )
 

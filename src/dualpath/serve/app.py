@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dualpath.config import ConfigError, Mode
 from dualpath.serve.auth import require_admin, tenant_of
@@ -28,15 +28,13 @@ from dualpath.storage import StoreError
 _JSON: Final = "application/json"
 
 
-def make_app(front: Front) -> Starlette:
+def make_app(front: Front) -> ASGIApp:
     """The ASGI application of ``front``."""
     routes = Routes(front)
-    return Starlette(
+    generating = {endpoint.value: Answering(front, endpoint) for endpoint in Endpoint}
+    others = Starlette(
         routes=[
-            Route(Endpoint.CHAT.value, Answering(front, Endpoint.CHAT), methods=["POST"]),
-            Route(
-                Endpoint.COMPLETION.value, Answering(front, Endpoint.COMPLETION), methods=["POST"]
-            ),
+            *(Route(path, app, methods=["POST"]) for path, app in generating.items()),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/health", routes.health),
@@ -55,6 +53,16 @@ def make_app(front: Front) -> Starlette:
             405: _wrong_method,
         },
     )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        # Straight there: an endpoint that generates answers its own errors, and what wraps the
+        # others costs every streamed token.
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in generating:
+            await generating[scope["path"]](scope, receive, send)
+        else:
+            await others(scope, receive, send)
+
+    return app
 
 
 class Answering:

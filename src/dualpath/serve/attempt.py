@@ -191,7 +191,7 @@ class Attempt:
         return split + turn.record.de_blocks
 
     async def _allocated(self, session: EngineSession) -> Allocated:
-        await any_of(session.allocated, session.opened, session.member.lost, session.member.stuck)
+        await any_of(session.allocated, session.opened, session.member.gone)
         if not session.allocated.done() and session.opened.done():
             _checked(session.opened.result(), session.member)
             raise AttemptFailed(f"{session.member.name} opened a session without room for it")
@@ -241,8 +241,7 @@ class Attempt:
         turn = self._turn
         turn.reply.headers = turn.record.headers()
         if turn.call.stream:
-            for event in self._context().opening_events():
-                await turn.reply.event(event)
+            await turn.reply.events(self._context().opening_events())
 
     async def _answer(self, decode: Member, first: FirstToken | None, ended: bool) -> None:
         turn = self._turn
@@ -318,8 +317,7 @@ class Attempt:
         metrics, record = self._services.metrics, self._turn.record
         size = layout_of(fingerprint).full_block_bytes
         for side, blocks in (("pe", record.pe_blocks), ("de", record.de_blocks)):
-            metrics.path_blocks.labels(side).inc(blocks)
-            metrics.path_bytes.labels(side).inc(blocks * size)
+            metrics.hit(side, blocks, size)
         if assignment.read.path is ReadPath.SPLIT:
             metrics.split_bytes.inc((record.pe_blocks + record.de_blocks) * size)
         metrics.bad_blocks.inc(spec.hit_blocks - good)

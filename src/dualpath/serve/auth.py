@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Mapping
 
-from dualpath.config import SecurityConfig
+from dualpath.config import SecurityConfig, is_loopback
 from dualpath.serve.errors import ApiError
 
 _SCHEME = "bearer "
@@ -51,16 +50,6 @@ def require_admin(headers: Mapping[str, str], host: str, security: SecurityConfi
             raise ApiError(401, "This endpoint needs the admin key.")
     elif not is_loopback(host):
         raise ApiError(403, "Set security.admin_key to use this endpoint beyond loopback.")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _bearer(headers: Mapping[str, str]) -> str:

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from dualpath.control.messages import Close
+from dualpath.serve import background
+from dualpath.serve.members import Member
 from dualpath.serve.sessions import EngineSession
 from dualpath.serve.waiting import any_of
 
@@ -24,11 +26,22 @@ class Closer:
         overdue_s: a session that takes longer to close is reported, and waited for further: the
             wait ends with the engine at the latest.
         overdue: called for each such session.
+        died: called when closing itself fails: what the session holds would stay held.
+        current: the connection that a member's process has now. An engine that connected again
+            has given its sessions up, but keeps what it promised to a PE until this word.
     """
 
-    def __init__(self, overdue_s: float, overdue: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        overdue_s: float,
+        overdue: Callable[[], None],
+        died: background.Died,
+        current: Callable[[Member], Member],
+    ) -> None:
+        self._current = current
         self._overdue_s = overdue_s
         self._overdue = overdue
+        self._died = died
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -36,13 +49,13 @@ class Closer:
 
     def close_one(self, session: EngineSession, reason: str) -> asyncio.Task[None]:
         """End one session; the task is done when it holds nothing any more."""
-        return self._spawn(self._close(session, reason))
+        return self._spawn(self._close(session, reason), session)
 
     def close_pair(
         self, prefill: asyncio.Task[None] | None, decode: EngineSession, reason: str
     ) -> None:
         """End a DE's session after the PE's (None when no PE was ever told of it)."""
-        self._spawn(self._close_decode(prefill, decode, reason))
+        self._spawn(self._close_decode(prefill, decode, reason), decode)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait for what is being closed, then give the rest up."""
@@ -62,7 +75,8 @@ class Closer:
     async def _close(self, session: EngineSession, reason: str) -> None:
         member = session.member
         try:
-            member.send(Close(rid=session.rid, attempt=session.attempt, reason=reason))
+            word = Close(rid=session.rid, attempt=session.attempt, reason=reason)
+            self._current(member).send(word)
             ends = (session.closed, member.over)
             if not await any_of(*ends, timeout_s=self._overdue_s):
                 self._overdue()
@@ -74,8 +88,11 @@ class Closer:
         finally:
             member.sessions.discard(session)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def _spawn(
+        self, work: Coroutine[None, None, None], session: EngineSession
+    ) -> asyncio.Task[None]:
+        name = f"close {session.rid}#{session.attempt} on {session.member.name}"
+        task = background.start(work, name, self._died)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

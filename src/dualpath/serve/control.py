@@ -29,6 +29,7 @@ from dualpath.control.messages import (
     WeightsChanged,
     Welcome,
 )
+from dualpath.serve import background
 from dualpath.serve.epoch import WeightEpoch
 from dualpath.serve.index import BlockIndex
 from dualpath.serve.members import Member, Members
@@ -104,6 +105,8 @@ class ControlServer:
             await self._serve(channel)
         except (EOFError, ChannelError, TimeoutError) as error:
             logger.info("a control connection ended: %s", error)
+        except Exception:  # a fault here costs this engine its place, and must be seen
+            logger.exception("a control connection met a fault in the front")
         finally:
             await channel.close()
 
@@ -137,6 +140,9 @@ class ControlServer:
                 self._take(member, await channel.receive())
         except (EOFError, ChannelError) as error:
             reason = str(error)
+        except Exception as error:
+            reason = f"a fault in the front: {type(error).__name__}: {error}"
+            raise
         finally:
             self._members.leave(member, reason)
 
@@ -208,7 +214,7 @@ class ControlServer:
                 self._index.dropped(message)
                 self._dropped(message)
             case WeightsChanged():
-                self._spawn(self._weights_changed(member, message))
+                self._spawn(member, self._weights_changed(member, message))
             case Failing():
                 self._members.fail(member, message.reason)
             case Hello():
@@ -228,8 +234,12 @@ class ControlServer:
                 member.send(EpochAdvanced(serial=message.serial, weight_epoch=number))
                 return
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, member: Member, work: Coroutine[None, None, None]) -> None:
+        def died(name: str, error: BaseException) -> None:
+            logger.error("%s died", name, exc_info=error)
+            self._members.fail(member, f"{name} died: {type(error).__name__}: {error}")
+
+        task = background.start(work, f"new weights of {member.name}", died)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

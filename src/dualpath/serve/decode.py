@@ -53,24 +53,25 @@ async def receive(
             whole = context.correct_whole(_whole(await response.read()))
             tempo.tokens = _tokens(whole)
             return [whole]
-        async for event in events(response):
-            _raise_error(event)
-            corrected = context.correct_event(event)
-            if corrected is None:
-                continue
-            choices = corrected.get("choices") or ()
-            tempo.event(corrected)
-            if not choices and (tokens := _tokens(corrected)) is not None:
-                tempo.tokens = tokens
-                if extra_usage:
-                    _without_usage(corrected, held)
+        async for piece in events(response):
+            ready: list[dict[str, Any]] = []
+            for event in piece:
+                _raise_error(event)
+                corrected = context.correct_event(event)
+                if corrected is None:
                     continue
-            finished += sum(choice.get("finish_reason") is not None for choice in choices)
-            if finished >= context.call.choices:
-                held.append(corrected)
-            else:
+                choices = corrected.get("choices") or ()
+                tempo.event(corrected)
+                if not choices and (tokens := _tokens(corrected)) is not None:
+                    tempo.tokens = tokens
+                    if extra_usage:
+                        _without_usage(corrected, held)
+                        continue
+                finished += sum(choice.get("finish_reason") is not None for choice in choices)
+                (held if finished >= context.call.choices else ready).append(corrected)
+            if ready:
                 progress.committed = True
-                await progress.reply.event(corrected)
+                await progress.reply.events(ready)
     if not held:
         raise EngineAnswer("the engine's stream ended without a finish reason")
     return held
@@ -82,9 +83,7 @@ async def send_end(held: list[dict[str, Any]], context: AnswerContext, reply: Re
         (answer,) = held
         await reply.whole_json(200, answer)
         return
-    for event in held:
-        await reply.event(event)
-    await reply.end_stream()
+    await reply.end_stream(held)
 
 
 def _wants_no_usage(call: Call) -> bool:

@@ -138,17 +138,17 @@ class Dispatcher:
     def prefill_done(self, rid: str) -> None:
         """The PE is done with the request."""
         self._scheduler.prefill_done(rid)
-        self._wake.set()
+        self._changed()
 
     def finish(self, rid: str) -> None:
         """The request is over; idempotent."""
         self._scheduler.finish(rid)
-        self._wake.set()
+        self._changed()
 
     def cancel(self, rid: str) -> None:
         """The request was given up, perhaps in mid-read; idempotent."""
         self._scheduler.cancel(rid)
-        self._wake.set()
+        self._changed()
 
     def snapshot(self) -> Snapshot:
         """The scheduler's figures."""
@@ -193,6 +193,10 @@ class Dispatcher:
         while True:
             await asyncio.sleep(pause_s)
             self._members.check_silence()
+
+    def _changed(self) -> None:
+        if self._waiting:
+            self._wake.set()
 
     def _fetch(self) -> None:
         now_s = time.monotonic()

@@ -21,7 +21,7 @@ class ClusterView(Protocol):
         """Connected engines."""
 
     def figures(self) -> dict[str, float]:
-        """Gauges of the front, by a name of ``FIGURES``."""
+        """Gauges and totals of the front, by a name of ``FIGURES`` or ``FRONT_TOTALS``."""
 
     def expected(self) -> dict[str, int]:
         """Engines of the cluster description, by role."""
@@ -37,9 +37,11 @@ FIGURES: Final = {
     "weight_epoch_settled": "Zero while an epoch is wanted that is not durable: nothing is hit",
     "scheduler_waiting_requests": "Requests that have no engines yet",
     "sessions_closing": "Sessions that are being closed",
-    "decision_log_lines_lost": "Lines of the decision log that could not be written",
     "snic_read_difference_ratio": "Read rates of the nodes, (most - least) / most",
     "attention_max_over_mean_ratio": "Attention time of the prefill engines, largest over mean",
+}
+FRONT_TOTALS: Final = {
+    "decision_log_lines_lost": "Lines of the decision log that could not be written",
 }
 NODE_FIGURES: Final = {
     "snic_read_bytes_per_second": "Storage bytes read, mean of the last minute",
@@ -77,6 +79,12 @@ TOTALS: Final = (
            counters=(("storage_evicted_bytes", ""),)),
     _Total("recomputed_loads", "Loads given up, whose hit tokens were computed again",
            counters=(("loads_failed", ""),)),
+    _Total("preemptions", "Times that vLLM took a request's KV cache away and began it again",
+           counters=(("preemptions", ""),)),
+    _Total("preempted_tokens", "Tokens of preempted requests that had KV, by what became of it: "
+           "read back from storage or host memory (restored), or computed again (recomputed)",
+           "fate", counters=(("preempted_restored_tokens", "restored"),
+                             ("preempted_recomputed_tokens", "recomputed"))),
     _Total("failed_prefills", "Prefills that could not hand their KV on",
            counters=(("prefills_failed", ""),)),
     _Total("expired_sessions", "Sessions closed at their deadline",
@@ -92,6 +100,9 @@ TOTALS: Final = (
     _Total("copied_bytes", "KV between host and device memory", "direction",
            counters=(("host_to_device_bytes", "host_to_device"),
                      ("device_to_host_bytes", "device_to_host"))),
+    _Total("moved_twice_bytes", "KV put back into HBM for a further step of the same prompt, where "
+           "layers take turns",
+           counters=(("moved_twice_bytes", ""),)),
     _Total("transfers", "Transfers between engines that were begun",
            counters=(("agent_transfers", ""),)),
     _Total("transfer_failures", "Transfers that failed, timeouts included",
@@ -118,6 +129,10 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[Member], float]]]] = {
     ),
     "hbm_used_tokens": ("KV cache in use", lambda m: m.stats.hbm_tokens_used),
     "hbm_capacity_tokens": ("KV cache", lambda m: m.stats.hbm_tokens_total),
+    "layer_regions": (
+        "Layers whose KV the engine holds at a time; 0 where it holds all",
+        lambda m: m.hello.layer_regions,
+    ),
     "buffer_used_slots": ("Staging memory in use", lambda m: m.stats.buffer_slots_used),
     "buffer_capacity_slots": ("Staging memory", lambda m: m.stats.buffer_slots_total),
 }
@@ -144,7 +159,10 @@ class EngineCollector(Collector):
     def _front(self) -> Iterator[Metric]:
         figures = self._view.figures()
         for name, value in figures.items():
-            yield GaugeMetricFamily(f"dualpath_{name}", FIGURES[name], value=value)
+            if name in FRONT_TOTALS:
+                yield CounterMetricFamily(f"dualpath_{name}", FRONT_TOTALS[name], value=value)
+            else:
+                yield GaugeMetricFamily(f"dualpath_{name}", FIGURES[name], value=value)
         by_node = self._view.node_figures()
         for name, text in NODE_FIGURES.items():
             gauge = GaugeMetricFamily(f"dualpath_{name}", text, labels=["node"])

@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from dualpath.storage.epoch import EpochFile, EpochState
+from dualpath.config import StorageConfig
+from dualpath.storage import Epochs, EpochState, StoreError, open_epochs
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +20,13 @@ class WeightEpoch:
     """The cluster's epoch as the front knows it. Belongs to the event loop.
 
     Args:
-        store: the store's directory.
+        storage: where the store is.
         advanced: called after each step, when it is durable and before anyone is told.
     """
 
-    def __init__(self, store: str, advanced: Callable[[], None]) -> None:
-        self._file = EpochFile(store)
+    def __init__(self, storage: StorageConfig, advanced: Callable[[], None]) -> None:
+        self._storage = storage
+        self._epochs: Epochs | None = None
         self._advanced = advanced
         self._state = EpochState()
         self._lock = asyncio.Lock()
@@ -47,12 +49,13 @@ class WeightEpoch:
         return self._running == 0 and not self._failed
 
     async def load(self) -> None:
-        """Read the file.
+        """Read it from the store.
 
         Raises:
             StoreError: it cannot be read.
         """
-        self._state = await asyncio.to_thread(self._file.read)
+        self._epochs = open_epochs(self._storage)
+        self._state = await asyncio.to_thread(self._epochs.read)
 
     async def advance(self, *, in_place: bool, reason: str) -> int:
         """Step once; the returned epoch is durable.
@@ -64,11 +67,13 @@ class WeightEpoch:
         Raises:
             StoreError, TimeoutError: the step could not be made durable.
         """
+        if self._epochs is None:
+            raise StoreError("the weight epoch was not read yet")
         self._running += 1
         try:
             async with self._lock:
                 self._failed = True
-                self._state = await asyncio.to_thread(self._file.advance, in_place=in_place)
+                self._state = await asyncio.to_thread(self._epochs.advance, in_place=in_place)
                 self._failed = False
                 self._advanced()
         finally:

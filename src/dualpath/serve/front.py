@@ -7,8 +7,9 @@ import logging
 import secrets
 from typing import Any
 
-from dualpath.config import ClusterConfig, Mode, Role
+from dualpath.config import ClusterConfig, ConfigError, Mode, Role
 from dualpath.control.messages import Dropped
+from dualpath.serve import background
 from dualpath.serve.balance import Balance
 from dualpath.serve.body import Call
 from dualpath.serve.closing import Closer
@@ -23,8 +24,10 @@ from dualpath.serve.metrics import FrontMetrics
 from dualpath.serve.modes import plan_for
 from dualpath.serve.record import Record, RecordLog
 from dualpath.serve.reply import Reply
+from dualpath.serve.tally import PromptTally
 from dualpath.serve.turn import Services, Turn
 from dualpath.serve.upstream import Upstream
+from dualpath.spans import spans_for
 
 logger = logging.getLogger(__name__)
 _GRACE_TRANSFERS = 2
@@ -39,14 +42,16 @@ class Front:
         self.config = config
         self.plan = plan_for(config.mode, config)
         self.index = BlockIndex()
-        self.records = RecordLog()
+        self.records = RecordLog(spans_for(config.log.timeline, "front"))
+        self.tally = PromptTally()
         self.metrics = FrontMetrics(self)
-        self.epoch = WeightEpoch(config.storage.path, self.index.clear)
+        self.epoch = WeightEpoch(config.storage, self.index.clear)
         self.members = Members(
             self._member_changed,
             report_timeout_s=config.scheduler.report_timeout,
             stuck_s=config.scheduler.report_timeout + config.timeouts.layer,
             grace_s=_GRACE_TRANSFERS * config.timeouts.transfer,
+            died=self._died,
         )
         self.balance = Balance(config, self.members)
         self.dispatcher = Dispatcher(config, self.members)
@@ -58,8 +63,15 @@ class Front:
             late=lambda kind: self.metrics.late.labels(kind).inc(),
             dropped=self._dropped,
         )
-        self.closer = Closer(_GRACE_TRANSFERS * config.timeouts.transfer, self.metrics.overdue.inc)
-        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.closer = Closer(
+            _GRACE_TRANSFERS * config.timeouts.transfer,
+            self.metrics.overdue.inc,
+            self._died,
+            self.members.current,
+        )
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._callback_failed)
+        self.failed: asyncio.Future[BaseException] = loop.create_future()
         self._services: Services | None = None
         self._open = 0
         self._draining = False
@@ -73,11 +85,11 @@ class Front:
         """Read epoch and index from the store, then let engines in.
 
         Raises:
-            StoreError, OSError: the store cannot be read.
+            StoreError: the store cannot be read.
             OSError: the control address cannot be bound.
         """
         await self.epoch.load()
-        self.index.add(await asyncio.to_thread(scan_store, self.config.storage.path))
+        self.index.add(await asyncio.to_thread(scan_store, self.config.storage))
         habits = await asyncio.to_thread(EngineHabits.of, self.config)
         self._services = Services(
             config=self.config,
@@ -90,15 +102,13 @@ class Front:
             metrics=self.metrics,
             habits=habits,
         )
-        for work in (
-            self.dispatcher.run(),
-            self.dispatcher.watch_silence(),
-            self.balance.run(),
-            self.dispatcher.write_decisions(),
+        for name, work in (
+            ("dispatcher", self.dispatcher.run()),
+            ("watch over silent engines", self.dispatcher.watch_silence()),
+            ("balance figures", self.balance.run()),
+            ("decision log", self.dispatcher.write_decisions()),
         ):
-            task = asyncio.create_task(work)
-            task.add_done_callback(self._background_ended)
-            self._background.append(task)
+            self._background.append(background.start(work, name, self._died, endless=True))
         await self.control.start()
         logger.info("%d stored blocks, weight epoch %d", len(self.index), self.epoch.number)
 
@@ -116,6 +126,7 @@ class Front:
         await asyncio.gather(*ending, return_exceptions=True)
         await self.control.close()
         await self.dispatcher.close()
+        self.records.close()
         if self._services is not None:
             await self._services.upstream.close()
 
@@ -153,6 +164,7 @@ class Front:
             self._open -= 1
             self.metrics.open.dec()
             self.records.add(record)
+            self.tally.add(call, record)
             self.metrics.finished(record)
 
     def set_mode(self, mode: Mode, policy: str = "") -> None:
@@ -165,6 +177,11 @@ class Front:
             ConfigError: the mode is not allowed here.
         """
         plan = plan_for(mode, self.config)
+        if mode is Mode.BASIC and any(m.hello.layer_regions for m in self.members.all()):
+            raise ConfigError(
+                "mode: prefill engines whose layers take turns in memory cannot load all layers at "
+                "once; start the cluster with mode = 'basic' or engine.layer_aliasing = false"
+            )
         if self._open:
             raise RequestsUnderWay("requests are under way")
         self.dispatcher.set_mode(mode, policy)
@@ -214,7 +231,7 @@ class Front:
                 "de": int(self._path_bytes("de")),
                 "split": int(self.metrics.split_bytes._value.get()),
             },
-            "tokens": {kind: self._prompt_tokens(kind) for kind in ("hit", "miss")},
+            "tokens": {"hit": self.tally.hit, "miss": self.tally.miss},
             "kv": self._kv(),
             "scheduler": self.dispatcher.snapshot(),
             "engines": [_engine_state(member) for member in self.members.all()],
@@ -245,9 +262,6 @@ class Front:
         token_bytes = agreed.num_layers * agreed.token_layer_bytes
         return {"token_bytes": token_bytes, "block_tokens": agreed.block_tokens}
 
-    def _prompt_tokens(self, kind: str) -> int:
-        return int(self.metrics.prompt_tokens.labels(kind)._value.get())
-
     def _path_bytes(self, side: str) -> float:
         return float(self.metrics.path_bytes.labels(side)._value.get())
 
@@ -256,7 +270,7 @@ class Front:
     def _member_changed(self, member: Member) -> None:
         if not member.serving and not member.lost.done() and member not in self._probed:
             self._probed.add(member)
-            task = asyncio.create_task(self._probe(member), name=f"probe of {member.name}")
+            task = background.start(self._probe(member), f"probe of {member.name}", self._died)
             self._probes.add(task)
             task.add_done_callback(self._probes.discard)
         self.dispatcher.sync(member)
@@ -276,12 +290,19 @@ class Front:
     def _dropped(self, message: Dropped) -> None:
         self.metrics.dropped_blocks.labels(message.reason).inc(len(message.keys))
 
-    def _background_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or self.failed.done():
-            return
-        error = task.exception() or RuntimeError("a background task ended")
-        logger.error("the front cannot go on", exc_info=error)
-        self.failed.set_result(error)
+    def _died(self, name: str, error: BaseException) -> None:
+        """A part of the front is dead: ``health`` says so, and who runs the front ends it."""
+        logger.error("the front cannot go on: %s died", name, exc_info=error)
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The loop's last resort: nobody else hears of an error in a callback of it."""
+        error = context.get("exception")
+        if "handle" in context and isinstance(error, BaseException):
+            self._died(str(context["message"]), error)
+        else:
+            loop.default_exception_handler(context)
 
 
 def _engine_state(member: Member) -> dict[str, Any]:

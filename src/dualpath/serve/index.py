@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dualpath.blocks import BlockTrie
+from dualpath.config import StorageConfig
 from dualpath.control.messages import Dropped, Published
-from dualpath.storage.paths import scan_blocks
+from dualpath.storage import StoreError, scan_stored
 
 
 class BlockIndex:
@@ -59,10 +60,15 @@ class BlockIndex:
             trie.check_integrity()
 
 
-def scan_store(path: str) -> list[tuple[bytes, bytes, bytes]]:
-    """``(root, key, parent)`` of every block in the store at ``path``. Blocking: run in a thread.
+def scan_store(storage: StorageConfig) -> list[tuple[bytes, bytes, bytes]]:
+    """``(root, key, parent)`` of every block in the store. Blocking: run in a thread.
 
     Raises:
-        OSError: a directory cannot be listed.
+        StoreError: the store cannot be used or listed.
     """
-    return [(root, block.key, block.parent) for root, block in scan_blocks(path)]
+    try:
+        return [(root, block.key, block.parent) for root, block in scan_stored(storage)]
+    except OSError as error:
+        raise StoreError(
+            f"storage.path: {storage.path} cannot be listed: {error.strerror}"
+        ) from error

@@ -18,7 +18,7 @@ from dualpath.serve.errors import (
     bad_request,
 )
 from dualpath.serve.record import Outcome, Phase
-from dualpath.serve.tokenise import prompt_ids
+from dualpath.serve.tokenise import given_ids, prompt_ids
 from dualpath.serve.turn import Services, Turn
 from dualpath.serve.waiting import run_while
 
@@ -104,17 +104,17 @@ async def _prepare(services: Services, turn: Turn) -> Fingerprint:
         raise ApiError(503, "no decode engine is there", headers={"retry-after": "5"}) from None
     if not turn.prompt_ids:
         with turn.record.timed(Phase.TOKENISE):
-            ids = await run_while(
-                prompt_ids(
+            ids = given_ids(turn.call)
+            if ids is None:
+                work = prompt_ids(
                     turn.call,
                     services.upstream,
                     member.hello.http_url,
                     services.config.model.name,
                     turn.rid,
                     services.config.engine.extra_args,
-                ),
-                member,
-            )
+                )
+                ids = await run_while(work, member)
         _check_length(len(ids), turn.call.max_tokens, services.config.model.max_model_len)
         turn.prompt_ids = ids
         turn.record.prompt_tokens = len(ids)

@@ -145,16 +145,19 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     model = config.model
     if Path(model.path).is_dir():
         model = msgspec.structs.replace(model, path=str(Path(model.path).absolute()))
-    store = str(Path(config.storage.path).expanduser().absolute())
-    storage = msgspec.structs.replace(config.storage, path=store)
+    storage = config.storage
+    if not storage.in_bucket:
+        store = str(Path(storage.path).expanduser().absolute())
+        storage = msgspec.structs.replace(storage, path=store)
     read_profile(config.scheduler)  # before anything is started
     scheduler = msgspec.structs.replace(
         config.scheduler,
         profile=_absolute(config.scheduler.profile),
         decision_log=_absolute(config.scheduler.decision_log),
     )
+    log = msgspec.structs.replace(config.log, timeline=_absolute(config.log.timeline))
     return msgspec.structs.replace(
-        config, front=front, nodes=nodes, model=model, storage=storage, scheduler=scheduler
+        config, front=front, nodes=nodes, model=model, storage=storage, scheduler=scheduler, log=log
     )
 
 
@@ -274,18 +277,19 @@ async def _joined(url: str) -> None:
 def _settled(config: ClusterConfig, run_dir: Path) -> tuple[ClusterConfig, Path]:
     """The resolved description, and the file in ``run_dir`` that holds it for the engines."""
     config = _with_secret(resolve(config), run_dir)
-    try:
-        Path(config.storage.path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"storage.path: {config.storage.path} cannot be made: {error.strerror}"
-        ) from None
+    if not config.storage.in_bucket:
+        try:
+            Path(config.storage.path).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"storage.path: {config.storage.path} cannot be made: {error.strerror}"
+            ) from None
     file = run_dir / CONFIG_FILE
-    _write_private(file, dump(config))  # it may hold API keys
+    write_private(file, dump(config))  # it may hold API keys
     return config, file
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """A new file that only this user can read."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -298,7 +302,7 @@ def _with_secret(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
     if config.security.control_secret_file:
         return config
     path = run_dir / _SECRET_FILE
-    _write_private(path, secrets.token_hex(32))
+    write_private(path, secrets.token_hex(32))
     security = msgspec.structs.replace(config.security, control_secret_file=str(path))
     return msgspec.structs.replace(config, security=security)
 

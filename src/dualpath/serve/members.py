@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from dualpath.config import Role
 from dualpath.control.channel import Channel
@@ -24,6 +26,7 @@ from dualpath.control.messages import (
     PeerUp,
     ToFront,
 )
+from dualpath.serve import background
 from dualpath.serve.attention import AttentionSamples
 from dualpath.serve.process import ProcessId, identify, is_dead
 from dualpath.serve.sessions import EngineSession, SessionTable
@@ -49,7 +52,7 @@ class Member:
         self.attention = AttentionSamples()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
-        self.stuck: asyncio.Future[str] = loop.create_future()
+        self.gone: asyncio.Future[str] = loop.create_future()  # lost or stuck
         self.process: ProcessId | None = identify(hello.host_id, hello.pid)
         self._channel = channel
 
@@ -83,6 +86,15 @@ class Member:
         await self._channel.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What an engine had counted when it was last heard of."""
+
+    incarnation: str
+    node: str
+    counters: Mapping[str, float]
+
+
 class Members:
     """All engines. Belongs to the event loop.
 
@@ -93,6 +105,7 @@ class Members:
             no longer wait for it. It may wake, so nothing it could write to is given back.
         grace_s: how long after a lost connection an engine on another machine may still be
             doing I/O that it began before: its own transfers' deadline, doubled.
+        died: called when waiting for an engine's end fails: what it could write to would stay held.
     """
 
     def __init__(
@@ -102,7 +115,9 @@ class Members:
         report_timeout_s: float,
         stuck_s: float,
         grace_s: float,
+        died: background.Died,
     ) -> None:
+        self._died = died
         self._changed = changed
         self._report_timeout_s = report_timeout_s
         self._stuck_s = stuck_s
@@ -110,7 +125,11 @@ class Members:
         self._members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
         self._burials: set[asyncio.Task[None]] = set()
-        self._past: dict[str, tuple[str, dict[str, float]]] = {}
+        self._past: dict[str, _Past] = {}
+        self._gone: dict[str, dict[str, float]] = {}
+        # By name: earlier connections of its process with sessions that are not closed yet.
+        self._unfinished: dict[str, list[Member]] = {}
+        self._closing = False
         self._news = asyncio.Event()
 
     def all(self) -> list[Member]:
@@ -123,6 +142,13 @@ class Members:
     def get(self, name: str) -> Member | None:
         """The engine called ``name``, when it is connected."""
         return self._members.get(name)
+
+    def current(self, member: Member) -> Member:
+        """The connection that the same process has now; ``member`` itself when it has none."""
+        now = self._members.get(member.name)
+        if now is not None and now.peer.incarnation == member.peer.incarnation:
+            return now
+        return member
 
     def usable(self, role: Role) -> list[Member]:
         """Engines of ``role`` that may get work."""
@@ -150,14 +176,23 @@ class Members:
         if old is not None:
             self._lose(old, "the engine connected again")
         leaving = self._leaving.pop(name, None)
-        for before in (old, leaving):
-            if before is not None:
-                self._end(before, same=before.peer.incarnation == member.peer.incarnation)
+        befores = [before for before in (*self._unfinished.pop(name, ()), old, leaving) if before]
+        unfinished = [
+            before
+            for before in befores
+            if before.sessions and before.peer.incarnation == member.peer.incarnation
+        ]
+        for before in befores:
+            self._end(before, same=before.peer.incarnation == member.peer.incarnation)
+        if unfinished:
+            self._unfinished[name] = unfinished
         others = list(self._members.values())
         self._members[name] = member
         for other in others:
+            # A newcomer says hello only when it is quiet; those who are here already may still
+            # write for sessions of the newcomer's earlier connections.
             other.send(PeerUp(peer=member.peer))
-            member.send(PeerUp(peer=other.peer))
+            member.send(PeerUp(peer=other.peer, quiet=not unfinished))
         self._tell(member)
         logger.info("engine %s joined (%s)", name, member.hello.http_url)
 
@@ -168,7 +203,7 @@ class Members:
         del self._members[member.name]
         self._leaving[member.name] = member
         self._lose(member, reason)
-        task = asyncio.create_task(self._bury(member), name=f"burial of {member.name}")
+        task = background.start(self._bury(member), f"burial of {member.name}", self._died)
         self._burials.add(task)
         task.add_done_callback(self._burials.discard)
 
@@ -176,8 +211,8 @@ class Members:
         """A report has come."""
         member.heard_s = time.monotonic()
         member.stats = stats
-        if member.stuck.done():
-            member.stuck = asyncio.get_running_loop().create_future()
+        if member.gone.done() and not member.lost.done():
+            member.gone = asyncio.get_running_loop().create_future()
         if not member.fresh:
             member.fresh = True
             logger.info("engine %s reports again", member.name)
@@ -202,22 +237,25 @@ class Members:
                 member.fresh = False
                 logger.warning("engine %s is silent; it gets no new work", member.name)
                 self._tell(member)
-            if not member.stuck.done() and now - member.heard_s > self._stuck_s:
-                member.stuck.set_result(f"silent for more than {self._stuck_s:g} s")
+            if not member.gone.done() and now - member.heard_s > self._stuck_s:
+                member.gone.set_result(f"silent for more than {self._stuck_s:g} s")
 
     def total(self, counter: str) -> dict[str, int]:
         """A counter by node, over all engines there have been: it never falls."""
-        now = {
-            member.peer.incarnation: (member.hello.node, member.stats.counters)
-            for member in self._members.values()
-        }
-        totals: dict[str, float] = {}
-        for node, counters in {**self._past, **now}.values():
-            totals[node] = totals.get(node, 0) + counters.get(counter, 0)
+        totals: defaultdict[str, float] = defaultdict(float)
+        for node, counters in self._gone.items():
+            totals[node] += counters.get(counter, 0)
+        present = {member.peer.incarnation for member in self._members.values()}
+        for past in self._past.values():
+            if past.incarnation not in present:
+                totals[past.node] += past.counters.get(counter, 0)
+        for member in self._members.values():
+            totals[member.hello.node] += member.stats.counters.get(counter, 0)
         return {node: int(value) for node, value in totals.items()}
 
     async def close(self) -> None:
         """Disconnect every engine."""
+        self._closing = True
         members = list(self._members.values())
         await asyncio.gather(*(member.disconnect() for member in members))
         # Afterwards: who notices that its connection is closed is buried too.
@@ -229,11 +267,28 @@ class Members:
         self._members.clear()
 
     def _lose(self, member: Member, reason: str) -> None:
-        self._past[member.peer.incarnation] = (member.hello.node, member.stats.counters)
+        self._remember(member)
         if not member.lost.done():
             member.lost.set_result(reason)
+        if not member.gone.done():
+            member.gone.set_result(reason)
         self._tell(member)
-        logger.warning("engine %s is lost: %s", member.name, reason)
+        if self._closing:
+            logger.info("engine %s is disconnected: the front is stopping", member.name)
+        else:
+            logger.warning("engine %s is lost: %s", member.name, reason)
+
+    def _remember(self, member: Member) -> None:
+        """Keep a lost engine's totals: apart while it may come back, as it goes on counting; with
+        all others' once another process has taken its place."""
+        before = self._past.get(member.name)
+        if before is not None and before.incarnation != member.peer.incarnation:
+            gone = self._gone.setdefault(before.node, {})
+            for name, value in before.counters.items():
+                gone[name] = gone.get(name, 0) + value
+        self._past[member.name] = _Past(
+            member.peer.incarnation, member.hello.node, member.stats.counters
+        )
 
     async def _bury(self, member: Member) -> None:
         """Wait until the engine certainly does no more I/O, then tell the others."""

@@ -112,22 +112,27 @@ class FrontMetrics:
             "dualpath_request_seconds", "Arrival to last byte", buckets=_SECONDS, registry=registry
         )
         self.open = Gauge("dualpath_requests_open", "Requests under way", registry=registry)
-        for phase in Phase:
-            self.phase.labels(phase.value)
-        for side in ("pe", "de"):
-            self.buffer_wait.labels(side)
-            self.read.labels(side)
-            self.path_bytes.labels(side)
-            self.path_blocks.labels(side)
-        for kind in ("hit", "miss"):
-            self.prompt_tokens.labels(kind)
+        # Looked up once: every request counts in nearly all of them.
+        self._phases = {phase.value: self.phase.labels(phase.value) for phase in Phase}
+        sides = ("pe", "de")
+        self._waits = {side: self.buffer_wait.labels(side) for side in sides}
+        self._reads = {side: self.read.labels(side) for side in sides}
+        self._bytes = {side: self.path_bytes.labels(side) for side in sides}
+        self._blocks = {side: self.path_blocks.labels(side) for side in sides}
+        self._hits, self._misses = (self.prompt_tokens.labels(kind) for kind in ("hit", "miss"))
         registry.register(EngineCollector(view))
 
     def opened(self, side: str, message: Opened) -> None:
         """Count an engine's part of reading a request's hit blocks."""
-        self.buffer_wait.labels(side).observe(message.wait_s)
+        self._waits[side].observe(message.wait_s)
         if message.good_blocks:
-            self.read.labels(side).observe(message.read_s)
+            self._reads[side].observe(message.read_s)
+
+    def hit(self, side: str, blocks: int, block_bytes: int) -> None:
+        """Count the hit blocks that a side has read for a request."""
+        if blocks:
+            self._blocks[side].inc(blocks)
+            self._bytes[side].inc(blocks * block_bytes)
 
     def finished(self, record: Record) -> None:
         """Count a request that has ended."""
@@ -136,8 +141,8 @@ class FrontMetrics:
         if record.outcome != Outcome.OK.value:
             return
         self.first_tokens.labels(record.first_token).inc()
-        self.prompt_tokens.labels("hit").inc(record.hit_tokens)
-        self.prompt_tokens.labels("miss").inc(record.prompt_tokens - record.hit_tokens)
+        self._hits.inc(record.hit_tokens)
+        self._misses.inc(record.prompt_tokens - record.hit_tokens)
         self.generation_tokens.inc(record.output_tokens or 0)
         for histogram, seconds in (
             (self.first_token, record.ttft_s),
@@ -147,7 +152,7 @@ class FrontMetrics:
             if seconds is not None:
                 histogram.observe(seconds)
         for name, phase_s in record.phases.items():
-            self.phase.labels(name).observe(phase_s)
+            self._phases[name].observe(phase_s)
 
     def render(self) -> bytes:
         """The exposition text."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import enum
-import json
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+import msgspec
+
 from dualpath.serve.tempo import Tempo
+from dualpath.spans import Spans
 
 logger = logging.getLogger("dualpath.requests")
 _REMEMBERED: Final = 256
@@ -62,6 +64,7 @@ class Record:
         ttft_s: arrival to token 1; ttst_s: token 1 to token 2; tpot_s: mean per token after
             token 1. None where the front cannot see it (whole answers come in one piece).
         output_tokens: of the answer, all choices together; None while unknown.
+        moments: phases of all tries with their begin and end, for the timeline.
     """
 
     rid: str
@@ -87,6 +90,7 @@ class Record:
     tpot_s: float | None = None
     output_tokens: int | None = None
     arrived_s: float = field(default_factory=time.monotonic)
+    moments: list[tuple[str, float, float]] = field(default_factory=list)
 
     @contextmanager
     def timed(self, phase: Phase) -> Iterator[None]:
@@ -95,7 +99,9 @@ class Record:
         try:
             yield
         finally:
-            self.phases[phase.value] = time.monotonic() - start
+            end = time.monotonic()
+            self.phases[phase.value] = end - start
+            self.moments.append((phase.value, start, end))
 
     def measured(self, tempo: Tempo) -> None:
         """Take over what is known of the answer's tokens."""
@@ -116,25 +122,57 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """For logs and ``/debug/requests``."""
-        values = asdict(self)
-        del values["arrived_s"]
+        values = {name: getattr(self, name) for name in _SHOWN}
+        values["phases"] = dict(self.phases)
         return values
 
 
-class RecordLog:
-    """Finished requests, newest last."""
+_SHOWN: Final = tuple(
+    one.name for one in fields(Record) if one.name not in ("arrived_s", "moments")
+)
 
-    def __init__(self) -> None:
+
+class RecordLog:
+    """Finished requests, newest last.
+
+    Args:
+        spans: where each is drawn, too.
+    """
+
+    def __init__(self, spans: Spans | None = None) -> None:
+        self._spans = spans
         self._records: deque[Record] = deque(maxlen=_REMEMBERED)
 
     def add(self, record: Record) -> None:
         """Log and remember."""
         record.total_s = time.monotonic() - record.arrived_s
         self._records.append(record)
+        if self._spans is not None:
+            _draw(record, self._spans)
         if logger.isEnabledFor(logging.INFO):
-            fields = record.as_dict()
-            logger.info("%s", json.dumps(fields), extra={"fields": fields})
+            shown = record.as_dict()
+            logger.info("%s", msgspec.json.encode(shown).decode(), extra={"fields": shown})
 
     def recent(self) -> list[dict[str, Any]]:
         """The last ones."""
         return [record.as_dict() for record in self._records]
+
+    def close(self) -> None:
+        """End the drawing."""
+        if self._spans is not None:
+            self._spans.close()
+
+
+def _draw(record: Record, spans: Spans) -> None:
+    """A request on a track of its own: its phases, then the time in which the DE decodes."""
+    track = f"request {record.rid[:8]}"
+    end_s = record.arrived_s + record.total_s
+    facts = {
+        "path": record.path, "prompt_tokens": record.prompt_tokens, "hit_tokens": record.hit_tokens,
+        "prefill": record.prefill, "decode": record.decode, "outcome": record.outcome,
+    }  # fmt: skip
+    spans.span(track, record.outcome, record.arrived_s, end_s, facts)
+    for name, started_s, ended_s in record.moments:
+        spans.span(track, name, started_s, ended_s)
+    if record.moments and record.outcome == Outcome.OK.value:
+        spans.span(track, "decode", record.moments[-1][2], end_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -37,15 +37,14 @@ class Reply:
         """The same with an object."""
         await self.whole(status, msgspec.json.encode(body))
 
-    async def event(self, event: Mapping[str, Any]) -> None:
-        """One server-sent event; the first one sends the headers too."""
-        await self._piece(b"data: " + msgspec.json.encode(event) + b"\n\n")
+    async def events(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Server-sent events, in one piece; the first ones send the headers too."""
+        if data := _encoded(events):
+            await self._piece(data)
 
-    async def end_stream(self) -> None:
-        """``[DONE]``."""
-        await self._piece(_DONE)
-        await self._send({"type": "http.response.body", "body": b""})
-        self.ended = True
+    async def end_stream(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+        """The last events and ``[DONE]``, in one piece."""
+        await self._piece(_encoded(events) + _DONE, last=True)
 
     async def fail(
         self,
@@ -70,15 +69,15 @@ class Reply:
             await self.whole(status, body, headers)
             return
         # One line, whatever the engine's error looked like: a line break would end the event.
-        await self._piece(b"data: " + b" ".join(body.splitlines()) + b"\n\n")
-        await self.end_stream()
+        await self._piece(b"data: " + b" ".join(body.splitlines()) + b"\n\n" + _DONE, last=True)
 
-    async def _piece(self, data: bytes) -> None:
+    async def _piece(self, data: bytes, *, last: bool = False) -> None:
         if not self.started:
             await self._start(
                 200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"}
             )
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self.ended = last
 
     async def _start(
         self,
@@ -98,3 +97,7 @@ class Reply:
                 "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
             }
         )
+
+
+def _encoded(events: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from dualpath.blocks import BlockLayout, KeyRoot, chain_keys
 from dualpath.control.messages import Fingerprint, SessionSpec
 from dualpath.serve.turn import Services, Turn
@@ -29,17 +31,18 @@ def session_spec(
         layout_id=fingerprint.layout_id,
         tp_size=fingerprint.tp_size,
         tenant=tenant,
-    ).digest()
-    keys = chain_keys(root, turn.prompt_ids, fingerprint.block_tokens)
+    )
+    digest = _digest(root)
+    keys = chain_keys(digest, turn.prompt_ids, fingerprint.block_tokens)
     most = layout_of(fingerprint).max_hit_blocks(len(turn.prompt_ids))
     settled = services.epoch.settled
     return SessionSpec(
         rid=turn.rid,
         attempt=number,
-        root=root,
+        root=digest,
         keys=keys,
         prompt_tokens=len(turn.prompt_ids),
-        hit_blocks=services.index.hit_blocks(root, keys, most) if settled else 0,
+        hit_blocks=services.index.hit_blocks(digest, keys, most) if settled else 0,
         persist=turn.plan.persist and settled,
         layerwise=turn.plan.layerwise,
         bypass=turn.plan.bypass,
@@ -47,6 +50,12 @@ def session_spec(
     )
 
 
+@lru_cache(maxsize=1024)
+def _digest(root: KeyRoot) -> bytes:
+    return root.digest()
+
+
+@lru_cache(maxsize=8)
 def layout_of(fingerprint: Fingerprint) -> BlockLayout:
     """Geometry of the stored blocks."""
     return BlockLayout(

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final
 
+from dualpath.serve import background
+
 _WARDEN: Final = Path(__file__).with_name("warden.py")
 _POLL_S: Final = 0.25
 _STOP_SLACK_S: Final = 35.0  # the warden's own time to kill and reap
@@ -129,7 +131,7 @@ class Supervisor:
             StartFailed: one is not; the others may be running (``stop`` ends them).
         """
         self._tasks = [
-            asyncio.create_task(child.keep(), name=f"keep {child.spec.name}")
+            background.start(child.keep(), f"keep {child.spec.name}", _died)
             for child in self._children
         ]
         waits = [asyncio.ensure_future(child.first_ready) for child in self._children]
@@ -166,7 +168,12 @@ class _Child:
         pause_s = self._policy.first_s
         try:
             while True:
-                lived_s, end = await self._life()
+                try:
+                    lived_s, end = await self._life()
+                except OSError as error:  # no process, no memory: there may be one later
+                    if not self.first_ready.done():
+                        raise
+                    lived_s, end = 0.0, f"could not be started: {error}"
                 if not self.first_ready.done():
                     self.first_ready.set_exception(StartFailed(self._why(end)))
                     return
@@ -177,8 +184,6 @@ class _Child:
                 pause_s = min(2 * pause_s, self._policy.most_s)
                 self.restarts += 1
         except OSError as error:
-            if self.first_ready.done():
-                raise
             self.first_ready.set_exception(StartFailed(f"{self.spec.name}: {error}"))
         finally:
             self.first_ready.cancel()
@@ -295,6 +300,10 @@ def _describe(status: int) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(status - 128).name}"
     return f"ended with status {status}"
+
+
+def _died(name: str, error: BaseException) -> None:
+    logger.error("%s died: its process is not watched any more", name, exc_info=error)
 
 
 def _log_change(name: str, state: ChildState, detail: str) -> None:

@@ -49,13 +49,7 @@ class Thresholds:
             ValueError: no policy is called so.
         """
         described = msgspec.structs.replace(self._config.scheduler, policy=policy)
-        if self._profile is not None:
-            described = msgspec.structs.replace(
-                described,
-                alpha_tokens=self._profile.alpha_tokens,
-                beta_tokens=self._profile.beta_tokens,
-            )
-        return SchedulerSettings.of(described, mode)
+        return SchedulerSettings.of(described, mode, self._profile)
 
     def read_tokens_per_s(self, hello: Hello) -> float:
         """What the SNIC of the engine's node reads; 0 when nobody has measured or limited it."""

@@ -31,10 +31,16 @@ class _Tokens(msgspec.Struct, frozen=True):
 _DECODER: Final = msgspec.json.Decoder(_Tokens)
 
 
+def given_ids(call: Call) -> list[int] | None:
+    """The prompt where the client sent token ids; None where an engine must make them."""
+    prompt = call.body.get("prompt")
+    return prompt if not call.is_chat and isinstance(prompt, list) else None
+
+
 async def prompt_ids(
     call: Call, upstream: Upstream, url: str, model: str, rid: str, engine_args: tuple[str, ...]
 ) -> list[int]:
-    """The prompt as the engine would see it.
+    """The prompt's text as the engine would see it.
 
     Args:
         url: of a usable engine.
@@ -45,9 +51,6 @@ async def prompt_ids(
         EngineAnswer: the engine failed; another one may not.
         ApiError: 400, the prompt is empty or an argument of the template is malformed.
     """
-    prompt = call.body.get("prompt")
-    if not call.is_chat and isinstance(prompt, list):
-        return prompt
     body = _chat_request(call.body, engine_args) if call.is_chat else _text_request(call.body)
     status, answer = await upstream.post(f"{url}/tokenize", {"model": model, **body}, rid)
     if status != 200:

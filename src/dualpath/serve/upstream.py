@@ -27,6 +27,9 @@ class Upstream:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
             auto_decompress=False,
+            # Engines set none, and looking for some costs every request.
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("user-agent", "accept-encoding"),
             # Loopback and cluster addresses must not go through a proxy.
             trust_env=False,
         )
@@ -75,15 +78,16 @@ class Upstream:
                     raise EngineAnswer(f"{url} answered HTTP {response.status}: {text}")
                 try:
                     yield response
-                except BaseException:
+                except BaseException:  # whatever ends the use, a cancelled task too
                     response.close()  # not back to the pool: the rest must not be waited for
                     raise
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
             raise EngineAnswer(f"{url}: {type(error).__name__}: {error}") from error
 
 
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to ``[DONE]``.
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[list[dict[str, Any]]]:
+    """The JSON objects of a server-sent event stream, up to ``[DONE]``; together those that came
+    together.
 
     Raises:
         EngineAnswer: the stream ended before that, or holds something else.
@@ -92,12 +96,14 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
     async for piece in response.content.iter_any():
         buffer += piece
         *complete, buffer = buffer.split(b"\n\n")
-        for block in complete:
-            data = _data(block)
-            if data == _DONE:
-                return
-            if data:
-                yield _decode(data)
+        found = [data for block in complete if (data := _data(block))]
+        done = _DONE in found
+        if done:
+            del found[found.index(_DONE) :]
+        if found:
+            yield [_decode(data) for data in found]
+        if done:
+            return
     raise EngineAnswer("the engine's stream ended early")
 
 

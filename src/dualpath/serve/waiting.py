@@ -14,8 +14,29 @@ T = TypeVar("T")
 
 async def any_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
     """Wait until one of them is done, whatever its outcome; False when the time is up first."""
-    done, _ = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    return bool(done)
+    if any(future.done() for future in futures):
+        return True
+    # What asyncio.wait does, without its sets: a request waits here a dozen times.
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(wake)
+    try:
+        if timeout_s is None:
+            await waiter
+        else:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+    except TimeoutError:
+        return False
+    finally:
+        for future in futures:
+            future.remove_done_callback(wake)
+    return True
 
 
 async def answer_of(future: asyncio.Future[T], *members: Member) -> T:
@@ -24,10 +45,12 @@ async def answer_of(future: asyncio.Future[T], *members: Member) -> T:
     Raises:
         EngineLost: one of ``members`` was lost, or got stuck, first.
     """
-    await any_of(future, *_ends(members))
-    if future.done():
-        return future.result()
-    raise _lost(members)
+    if not future.done():
+        ends = [member.gone for member in members]
+        await any_of(future, *ends)
+        if not future.done():
+            raise _lost(members, ends)
+    return future.result()
 
 
 async def run_while(
@@ -44,10 +67,12 @@ async def run_while(
         EngineLost: one of ``members`` was lost, or got stuck, first.
     """
     task = asyncio.create_task(work)
+    ends = [member.gone for member in members]
     try:
-        await any_of(task, *_ends(members))
+        await any_of(task, *ends)
         if not task.done() and committed():
-            await any_of(task, *(member.lost for member in members))
+            ends = [member.lost for member in members]
+            await any_of(task, *ends)
         if task.done():
             return task.result()
     finally:
@@ -55,16 +80,12 @@ async def run_while(
             task.cancel()
             # Its own failure no longer matters; that it has ended does.
             await asyncio.gather(task, return_exceptions=True)
-    raise _lost(members)
+    raise _lost(members, ends)
 
 
-def _ends(members: tuple[Member, ...]) -> list[asyncio.Future[str]]:
-    return [end for member in members for end in (member.lost, member.stuck)]
-
-
-def _lost(members: tuple[Member, ...]) -> EngineLost:
-    for member in members:
-        for end in (member.lost, member.stuck):
-            if end.done():
-                return EngineLost(f"engine {member.name} was lost: {end.result()}")
+def _lost(members: tuple[Member, ...], ends: list[asyncio.Future[str]]) -> EngineLost:
+    # The futures that were waited for: an engine that was stuck may have a new one by now.
+    for member, end in zip(members, ends, strict=True):
+        if end.done():
+            return EngineLost(f"engine {member.name} was lost: {end.result()}")
     raise AssertionError("no engine was lost")
