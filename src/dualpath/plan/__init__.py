@@ -1,0 +1,1 @@
+"""Bottleneck-free range and P/D planner."""

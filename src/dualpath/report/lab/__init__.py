@@ -1,0 +1,1 @@
+"""Lab experiments: the arithmetic on what was sampled, the result files, the page."""

@@ -1,0 +1,1 @@
+"""The published evaluation (arXiv 2602.21548), figure by figure, run on the simulator."""
