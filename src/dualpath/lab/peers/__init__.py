@@ -1,0 +1,1 @@
+"""What else serves the same agents: vLLM's own ways to keep KV, on the lab's hosts."""
