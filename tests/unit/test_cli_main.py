@@ -11,11 +11,12 @@ import pytest
 
 from dualpath import __version__
 from dualpath.cli import main
-from dualpath.cli.defaults import default_cluster, engine_argv
+from dualpath.cli.defaults import default_cluster
 from dualpath.cli.demo_runs import ratio, snic_agree
 from dualpath.cli.demo_talks import agents_of, conversations
 from dualpath.config import Mode, Role, dump, parse
 from dualpath.engine import models
+from dualpath.engine.program import engine_argv
 
 pytestmark = pytest.mark.unit
 

@@ -19,12 +19,21 @@ from dualpath.config import (
     ModelConfig,
     NicConfig,
     NodeConfig,
+    S3Config,
     SchedulerConfig,
     Section,
     SecurityConfig,
     SnicConfig,
     StorageConfig,
     TimeoutConfig,
+)
+from dualpath.fabric import (
+    FabricConfig,
+    IbConfig,
+    KvClassConfig,
+    ModelClassConfig,
+    RoceConfig,
+    TcpConfig,
 )
 
 pytestmark = pytest.mark.unit
@@ -39,11 +48,18 @@ SECTIONS: dict[str, type[Section]] = {
     "`[front]`": FrontConfig,
     "`[buffers]`": BufferConfig,
     "`[storage]`": StorageConfig,
+    "`[storage.s3]`": S3Config,
     "`[scheduler]`": SchedulerConfig,
     "`[timeouts]`": TimeoutConfig,
     "`[security]`": SecurityConfig,
     "`[log]`": LogConfig,
     "`[engine]`": EngineConfig,
+    "`[fabric]`": FabricConfig,
+    "`[fabric.model]`": ModelClassConfig,
+    "`[fabric.kv]`": KvClassConfig,
+    "`[fabric.ib]`": IbConfig,
+    "`[fabric.roce]`": RoceConfig,
+    "`[fabric.tcp]`": TcpConfig,
 }
 
 
@@ -76,7 +92,7 @@ def test_every_field_is_there_with_its_default(heading: str) -> None:
         else:
             text = written.strip("`")
             data = msgspec.toml.decode("[x]" if text == "{}" else f"x = {text}")
-            decoded = msgspec.convert(data["x"], field.type, dec_hook=cluster._decode_hook)
+            decoded = msgspec.convert(data["x"], field.type, dec_hook=cluster.decode_unit)
             assert decoded == value, name
 
 

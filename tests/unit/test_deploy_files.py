@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dualpath import config as cluster
-from dualpath.cli.main import app
+from dualpath.cli.main import build
 from dualpath.config import ClusterConfig, LogFormat, Role
 
 pytestmark = pytest.mark.unit
@@ -57,7 +57,7 @@ def test_the_manifest() -> None:
 
 def test_commands_have_the_options_that_are_used() -> None:
     helps = {
-        name: CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+        name: CliRunner().invoke(build([name]), [name, "--help"], env={"COLUMNS": "200"}).output
         for name in ("serve", "engine")
     }
     used = 0

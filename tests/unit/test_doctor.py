@@ -14,7 +14,7 @@ from dualpath.config import ClusterConfig, parse
 from dualpath.doctor import Level
 from dualpath.doctor.fabric import check_fabric, check_pairs
 from dualpath.doctor.finding import Finding
-from dualpath.doctor.kv import check_buffers, check_model, judge_hbm
+from dualpath.doctor.kv import check_buffers, check_cache, check_model, judge_hbm
 from dualpath.doctor.machine import (
     Memory,
     check_limits,
@@ -129,7 +129,7 @@ def test_each_gpu_is_paired_with_the_nic_under_its_switch(sysfs: Sysfs) -> None:
     assert distance(gpus[0], nics[0]) is Distance.ROOT
     findings = [*check_pairs(sysfs.root), *check_fabric(sysfs.root, [])]
     assert [f.level for f in findings if f.check in ("gpu-nic", "rdma port")] == [Level.OK] * 4
-    assert "cannot be seen" in only(findings, "fabric classes").text
+    assert "no cluster file" in only(findings, "fabric classes").text
 
 
 def test_pairs_that_cross_the_cpu_are_told(sysfs: Sysfs) -> None:
@@ -164,6 +164,24 @@ def test_the_configured_device_must_exist(
     node = msgspec.structs.replace(node, cnic=msgspec.structs.replace(node.cnic, device=device))
     found = [f for f in check_fabric(sysfs.root, [node]) if f.check == "cnic"]
     assert [f.level for f in found] == ([] if known else [Level.FAIL])
+
+
+@pytest.mark.parametrize(
+    ("fabric", "said"),
+    [
+        # The ports are asked by smpquery and mlnx_qos, which have no such device.
+        ({"kind": "ib"}, "cannot tell: p mlx5_0:1: arbitration"),
+        ({"kind": "roce"}, "cannot tell: p: ports"),
+        ({"kind": "tcp"}, "nodes.p.cnic.rate"),
+    ],
+)
+def test_traffic_classes_are_checked_as_by_qos_check(
+    sysfs: Sysfs, tmp_path: Path, fabric: dict[str, str], said: str
+) -> None:
+    sysfs.nic("devices/pci0000:00", "0000:00:06.0", "mlx5_0")
+    config = make(tmp_path, fabric=fabric)
+    classes = only(list(check_fabric(sysfs.root, config.nodes[:1], config)), "fabric classes")
+    assert classes.level is Level.WARN and said in classes.text and classes.todo
 
 
 def test_nodes_of_this_machine(tmp_path: Path) -> None:
@@ -229,6 +247,20 @@ def test_the_longest_prompt_must_fit(tmp_path: Path) -> None:
     findings = list(check_buffers(config, large, nodes))
     assert [f.level for f in findings] == [Level.FAIL] * 2
     assert "576 tokens" in findings[0].text
+
+
+def test_the_cache_of_a_pe_holds_more_as_its_layers_take_turns(tmp_path: Path) -> None:
+    config = make(tmp_path)  # 100 MiB for 640 tokens
+    nodes = local_nodes(config)
+    layout = BlockLayout(10, 64, 64, 16384)  # 1 MiB a layer: 10 blocks, or 50 with two in turn
+    on_pe, on_de = check_cache(config, layout, nodes)
+    assert (on_pe.level, on_de.level) == (Level.OK, Level.OK)
+    assert "3,200 tokens on a prefill engine: 10 layers take turns in 2, 5 times" in on_pe.text
+    assert on_de.text.endswith("640 tokens on a decode engine")
+    large = BlockLayout(11, 64, 64, 16384)
+    on_pe, on_de = check_cache(config, large, nodes)
+    assert (on_pe.level, on_de.level) == (Level.OK, Level.FAIL)
+    assert f"{11 * 10 * MIB:,} bytes" in on_de.todo
 
 
 def test_model(tmp_path: Path) -> None:

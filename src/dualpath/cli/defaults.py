@@ -1,9 +1,8 @@
-"""The cluster that ``up`` and ``demo`` run when no file describes one; how they start engines."""
+"""The cluster that ``up`` and ``demo`` run when no file describes one."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,3 @@ def default_cluster(
         "engine": {"kv_cache": "768MiB", "threads": threads},
     }
     return parse(data | tables, "default cluster")
-
-
-def engine_argv(config_file: Path, run_dir: Path, role: Role, rank: int) -> list[str]:
-    """``dualpath engine`` for one engine, with this interpreter."""
-    return [
-        *(sys.executable, "-m", "dualpath.cli.main", "engine"),
-        *("--config", str(config_file), "--run-dir", str(run_dir)),
-        *("--role", role.value, "--rank", str(rank)),
-    ]

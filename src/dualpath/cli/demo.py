@@ -21,7 +21,7 @@ from dualpath.cli.demo_runs import Stage
 from dualpath.cli.demo_table import Outcome, say_problems, show
 from dualpath.cli.demo_talks import conversations
 from dualpath.cli.replay import replay_progress
-from dualpath.cli.signals import stop_on_signal
+from dualpath.cli.signals import say_stopping, until_stopped
 from dualpath.cli.starting import engine_progress
 from dualpath.cli.trace import JsonFlag
 from dualpath.config import ConfigError, Mode, parse_rate
@@ -118,16 +118,7 @@ def _stage(
 
 async def _until_stopped(stage: Stage, console: Console) -> Outcome | None:
     """Everything; None when a signal ended it."""
-    with stop_on_signal() as stop:
-        work = asyncio.create_task(_all_runs(stage, console))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not work.done():
-            console.print("stopping ...", highlight=False)
-            work.cancel()
-            await asyncio.wait([work])
-        return None if work.cancelled() else work.result()
+    return await until_stopped(_all_runs(stage, console), say_stopping(console))
 
 
 async def _all_runs(stage: Stage, console: Console) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,13 +11,12 @@ from typing import Final
 
 import msgspec
 
-from dualpath.cli.defaults import engine_argv
 from dualpath.cli.demo_talks import agents_of
 from dualpath.config import ClusterConfig, Mode, StorageConfig
-from dualpath.engine import launch
-from dualpath.serve.local import answers, local_cluster
-from dualpath.serve.ports import free_ports
-from dualpath.serve.supervise import ChildSpec, Listener, RestartPolicy, Supervisor
+from dualpath.engine.program import engine_argv
+from dualpath.lab.plain import plain_vllm
+from dualpath.serve.local import local_cluster
+from dualpath.serve.supervise import Listener
 from dualpath.workload import (
     Conversation,
     Progress,
@@ -29,7 +27,6 @@ from dualpath.workload import (
 
 REFERENCE: Final = "reference"
 SNIC_TOLERANCE: Final = 0.02
-_HOST: Final = "127.0.0.1"
 
 Reporter = Callable[[str], AbstractContextManager[Callable[[Progress], None]]]
 Starter = Callable[[str], AbstractContextManager[tuple[Listener, Callable[[], None]]]]
@@ -60,26 +57,9 @@ async def reference(stage: Stage) -> ReplayResult:
         StartFailed: it did not start.
         RequestFailed: it could not be used.
     """
-    (port,) = free_ports(_HOST, 1)
-    command = launch.plain_command(
-        stage.config,
-        python=sys.executable,
-        device=launch.installed_device(),
-        host=_HOST,
-        http_port=port,
-        inherited=os.environ,
-    )
-    url = f"http://{_HOST}:{port}"
-
-    async def is_ready() -> bool:
-        return await answers(f"{url}/health")
-
     log = stage.folder / REFERENCE / "vllm.log"
-    child = ChildSpec("vllm", command.argv, log, is_ready, command.env)
-    policy = RestartPolicy(drain_s=stage.config.timeouts.drain)
     with stage.starting("plain vLLM") as (listen, settled):
-        async with Supervisor([child], policy, listen) as supervisor:
-            await supervisor.start()
+        async with plain_vllm(stage.config, log, listen) as url:
             settled()
             return await _replay(stage, url, REFERENCE)
 

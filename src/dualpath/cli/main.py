@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from types import MappingProxyType
 from typing import Annotated, Final
 
 import typer
 from typer.exceptions import TyperException
 
 from dualpath import __version__
-from dualpath.cli.demo import demo_command
-from dualpath.cli.doctor import doctor_command
-from dualpath.cli.engine import engine_command
-from dualpath.cli.profile import profile_command
-from dualpath.cli.replay import replay_command
-from dualpath.cli.serve import serve_command
-from dualpath.cli.store import store_app
-from dualpath.cli.trace import trace_app
-from dualpath.cli.up import up_command
 from dualpath.config import ConfigError
 
 EXIT_BAD_INPUT: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
-app = typer.Typer(
-    name="dualpath",
-    help="Agents served by vLLM prefill and decode pools whose KV-cache lives on storage.",
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it would swallow the defaults, which stand in square brackets
-    add_completion=False,
+COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "up": "up_command",
+        "serve": "serve_command",
+        "engine": "engine_command",
+        "replay": "replay_command",
+        "profile": "profile_command",
+        "demo": "demo_command",
+        "doctor": "doctor_command",
+        "simulate": "simulate_command",
+        "plan": "plan_command",
+        "timeline": "timeline_command",
+        "reproduce": "reproduce_command",
+        "report": "report_command",
+        "trace": "trace_app",
+        "store": "store_app",
+        "qos": "qos_app",
+        "lab": "lab_app",
+    }
 )
-app.command("up")(up_command)
-app.command("serve")(serve_command)
-app.command("engine")(engine_command)
-app.command("replay")(replay_command)
-app.command("profile")(profile_command)
-app.command("demo")(demo_command)
-app.command("doctor")(doctor_command)
-app.add_typer(trace_app, name="trace")
-app.add_typer(store_app, name="store")
+"""What each command's module, ``dualpath.cli.NAME``, calls it: a function, or an app of its own.
+
+A command's module is imported only when the command is run: plots, servers and traces together
+take two seconds to import, which is too much for a command that only prints a line.
+"""
 
 
 def _version(wanted: bool) -> None:
@@ -47,7 +50,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool,
@@ -57,9 +59,29 @@ def _options(
     """Options of the program itself."""
 
 
+def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The program with these of its commands."""
+    app = typer.Typer(
+        name="dualpath",
+        help="Agents served by vLLM prefill and decode pools whose KV-cache lives on storage.",
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # it would swallow the defaults, which stand in square brackets
+        add_completion=False,
+    )
+    app.callback()(_options)
+    for name in names:
+        command = getattr(import_module(f"dualpath.cli.{name}"), COMMANDS[name])
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    return app
+
+
 def run(arguments: list[str]) -> int:
     """Run one command; its exit status. Bad input is one line on stderr and status 2."""
     try:
+        app = build([arguments[0]] if arguments and arguments[0] in COMMANDS else COMMANDS)
         status = app(arguments or ["--help"], prog_name="dualpath", standalone_mode=False)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -21,17 +21,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from dualpath import config as cluster
-from dualpath.cli.defaults import engine_argv
-from dualpath.cli.signals import stop_on_signal
+from dualpath.cli.signals import say_stopping, until_stopped
 from dualpath.cli.starting import engine_progress
 from dualpath.cli.trace import JsonFlag
-from dualpath.config import ClusterConfig, ConfigError
+from dualpath.config import ClusterConfig, ConfigError, StorageConfig
+from dualpath.engine.program import engine_argv
 from dualpath.model import ModelFacts, UnsupportedModel
 from dualpath.scheduler.attention_time import FitRefusedError
 from dualpath.scheduler.profile import encode_profile
 from dualpath.serve.local import ClusterFailed, local_cluster
 from dualpath.serve.ports import NoFreePort
 from dualpath.serve.supervise import StartFailed
+from dualpath.storage import StoreError, scratch_in_bucket
 from dualpath.workload.agents import DEFAULT_VOCAB
 from dualpath.workload.profile_options import Measured, ProfileOptions, Report
 from dualpath.workload.profile_target import ProfileFailed
@@ -96,7 +97,7 @@ def profile_command(
     except FitRefusedError as error:
         typer.echo(f"error: {error}; nothing was written", err=True)
         raise typer.Exit(EXIT_FAILED) from None
-    except (ProfileFailed, StartFailed, ClusterFailed, NoFreePort) as error:
+    except (ProfileFailed, StartFailed, ClusterFailed, NoFreePort, StoreError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from None
     if measured is None:
@@ -112,16 +113,8 @@ async def _until_stopped(
     config: ClusterConfig, options: ProfileOptions, run_dir: Path, console: Console
 ) -> Measured | None:
     """Measure; None when a signal ended it."""
-    with stop_on_signal() as stop:
-        work = asyncio.create_task(_measured(config, options, run_dir, console))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not work.done():
-            console.print("stopping ...", highlight=False)
-            work.cancel()
-            await asyncio.wait([work])
-        return None if work.cancelled() else work.result()
+    work = _measured(config, options, run_dir, console)
+    return await until_stopped(work, say_stopping(console))
 
 
 async def _measured(
@@ -140,20 +133,30 @@ async def _measured(
 async def _own_cluster(
     config: ClusterConfig, run_dir: Path, console: Console
 ) -> AsyncIterator[str]:
-    """The cluster, measured as it is without an earlier profile; its URL. Its blocks go into a
-    folder of their own inside the store, on the same file system, which is removed afterwards."""
-    store = _new_folder(config.storage.path)
-    storage = msgspec.structs.replace(config.storage, path=str(store))
+    """The cluster, measured as it is without an earlier profile; its URL."""
     scheduler = msgspec.structs.replace(config.scheduler, profile="", decision_log="")
-    config = msgspec.structs.replace(config, storage=storage, scheduler=scheduler)
-    try:
+    with _own_store(config.storage) as storage:
+        config = msgspec.structs.replace(config, storage=storage, scheduler=scheduler)
         _log_to(run_dir)
         with engine_progress("starting engines", console) as (listen, settled):
             async with local_cluster(config, run_dir, engine_argv, listen) as running:
                 settled()
                 yield running.url
+
+
+@contextlib.contextmanager
+def _own_store(storage: StorageConfig) -> Iterator[StorageConfig]:
+    """A folder of its own inside the store, on the same file system or in the same bucket; it is
+    removed afterwards."""
+    if storage.in_bucket:
+        with scratch_in_bucket(storage, "profile") as own:
+            yield own
+        return
+    folder = _new_folder(storage.path)
+    try:
+        yield msgspec.structs.replace(storage, path=str(folder))
     finally:
-        shutil.rmtree(store, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _new_folder(store: str) -> Path:

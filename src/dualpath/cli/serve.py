@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import uvloop
 from msgspec import structs
 
 from dualpath import config as cluster
@@ -14,6 +14,7 @@ from dualpath import logs
 from dualpath.cli.signals import stop_on_signal
 from dualpath.config import ClusterConfig, ConfigError, LogFormat
 from dualpath.serve import serve
+from dualpath.storage import StoreError
 
 
 def serve_command(
@@ -37,7 +38,10 @@ def serve_command(
         )
     logs.set_up(described.log)
     try:
-        asyncio.run(_serve(described))
+        uvloop.run(_serve(described))
+    except StoreError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
     except OSError as error:
         typer.echo(f"error: the front cannot listen: {error}", err=True)
         raise typer.Exit(1) from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -13,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dualpath import config as cluster
-from dualpath.config import ConfigError, parse_seconds, parse_size
-from dualpath.storage.maintenance import RootStats, books, fsck, gc, stats
+from dualpath.config import ConfigError, StorageConfig, parse_seconds, parse_size
+from dualpath.storage import StoreError, Upkeep, open_upkeep
 from dualpath.storage.paths import BLOCKS_DIR
 from dualpath.storage.types import BlockId
+from dualpath.storage.upkeep import RootStats
 
 T = TypeVar("T")
 
@@ -27,7 +29,8 @@ store_app = typer.Typer(
 )
 
 StorePath = Annotated[
-    Path | None, typer.Argument(help="The store's directory.", show_default=False)
+    str | None,
+    typer.Argument(help="The store: a directory or s3://bucket/prefix.", show_default=False),
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="Cluster file that names it.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One line of JSON, last on stdout.")]
@@ -38,15 +41,12 @@ def stats_command(
     path: StorePath = None, config: ConfigFile = None, json: JsonFlag = False
 ) -> None:
     """Blocks and bytes by namespace (model, weights, tenant), by listing directories."""
-    store = _store(path, config)
-    try:
-        found, account = stats(store), books(store)
-    except OSError as error:
-        raise _failed(store, error) from None
+    with _opened(path, config) as store:
+        found, account = store.stats(), store.books()
     total = sum(root.stored_bytes for root in found.values())
     if json:
         _print_json(
-            path=str(store),
+            path=store.where,
             blocks=sum(root.blocks for root in found.values()),
             stored_bytes=total,
             unreachable_blocks=sum(root.unreachable_blocks for root in found.values()),
@@ -54,7 +54,7 @@ def stats_command(
             roots={root.hex(): figures for root, figures in found.items()},
         )
         return
-    _print_stats(store, found)
+    _print_stats(store.where, found)
     typer.echo(f"{sum(r.blocks for r in found.values()):,} blocks, {total:,} bytes")
     if account is not None:
         typer.echo(
@@ -72,14 +72,11 @@ def fsck_command(
 ) -> None:
     """Read every block and verify its name, length and checksums. Exit 1 when damaged blocks
     remain."""
-    store = _store(path, config)
-    try:
-        report = fsck(store, repair=repair)
-    except OSError as error:
-        raise _failed(store, error) from None
+    with _opened(path, config) as store:
+        report = store.fsck(repair=repair)
     if json:
         _print_json(
-            path=str(store),
+            path=store.where,
             checked=report.checked,
             corrupt=[
                 {"root": root.hex(), "key": block.key.hex(), "reason": reason}
@@ -112,17 +109,14 @@ def gc_command(
 ) -> None:
     """Remove the least recently used blocks, never one before those that stand on it and none that
     a running engine needs. Exit 1 when that leaves more than the target."""
-    store = _store(path, config)
     size, keep_s = _target(target, config), _option("--min-age", parse_seconds, min_age)
     start_s = time.monotonic()
-    try:
-        report = gc(store, size, min_age_s=keep_s)
-    except OSError as error:
-        raise _failed(store, error) from None
+    with _opened(path, config) as store:
+        report = store.gc(size, min_age_s=keep_s)
     reached = report.kept_bytes <= size
     if json:
         _print_json(
-            path=str(store),
+            path=store.where,
             target_bytes=size,
             removed=_by_root(report.removed),
             removed_blocks=len(report.removed),
@@ -141,13 +135,33 @@ def gc_command(
         raise typer.Exit(1)
 
 
-def _store(path: Path | None, config: Path | None) -> Path:
+@contextmanager
+def _opened(path: str | None, config: Path | None) -> Iterator[Upkeep]:
+    """The store that is meant. What goes wrong inside is one line, and exit 1."""
+    storage = _storage(path, config)
+    if not storage.in_bucket and not (Path(storage.path) / BLOCKS_DIR).is_dir():
+        raise ConfigError(f"{storage.path}: is no store: it has no folder '{BLOCKS_DIR}'")
+    try:
+        with closing(open_upkeep(storage)) as store:
+            yield store
+    except StoreError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        where = error.filename or storage.path
+        typer.echo(f"error: {where}: {error.strerror or error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _storage(path: str | None, config: Path | None) -> StorageConfig:
     if (path is None) == (config is None):
-        raise ConfigError("give either the store's directory or --config")
-    store = path if path is not None else Path(cluster.load(_given(config)).storage.path)
-    if not (store / BLOCKS_DIR).is_dir():
-        raise ConfigError(f"{store}: is no store: it has no folder '{BLOCKS_DIR}'")
-    return store
+        raise ConfigError("give either the store or --config")
+    if path is None:
+        return cluster.load(_given(config)).storage
+    try:
+        return StorageConfig(path=path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _given(config: Path | None) -> Path:
@@ -171,11 +185,6 @@ def _option(name: str, parser: Callable[[object], T], text: str) -> T:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _failed(store: Path, error: OSError) -> typer.Exit:
-    typer.echo(f"error: {error.filename or store}: {error.strerror or error}", err=True)
-    return typer.Exit(1)
-
-
 def _by_root(removed: list[tuple[bytes, BlockId]]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for root, _block in removed:
@@ -187,8 +196,8 @@ def _print_json(**line: object) -> None:
     typer.echo(msgspec.json.encode(line).decode())
 
 
-def _print_stats(store: Path, found: dict[bytes, RootStats]) -> None:
-    table = Table(title=str(store))
+def _print_stats(where: str, found: dict[bytes, RootStats]) -> None:
+    table = Table(title=where)
     for name in ("namespace", "blocks", "bytes", "unreachable", "last used"):
         table.add_column(name, justify="left" if name == "namespace" else "right")
     for root, figures in sorted(found.items(), key=lambda item: -item[1].stored_bytes):

@@ -1,34 +1,39 @@
-"""``dualpath trace``: make and look at workload files."""
+"""``dualpath trace``: make, convert and look at workload files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from dualpath.workload.stats import TraceStats, trace_stats
+from dualpath.cli.common import JsonFlag as JsonFlag
+from dualpath.cli.common import bad_input as bad_input
+from dualpath.cli.common import counted
+from dualpath.cli.trace_convert import convert_command
+from dualpath.cli.trace_show import show_stats
+from dualpath.model import PRESETS, UnsupportedModel, cost_from_config_json, preset_cost
+from dualpath.workload.blocks import Sharing
+from dualpath.workload.latency import LATENCY_HELP, parse_latency, with_latency
+from dualpath.workload.multiply import multiply
+from dualpath.workload.stats import trace_stats
 from dualpath.workload.synth import (
     PAPER_SEED,
     PAPER_TRAJECTORIES,
     ROWS,
     regular,
     synthesise,
-    with_tool_latency,
 )
 from dualpath.workload.trace import TraceError, Trajectory, read_trace, write_trace
+from dualpath.workload.workingset import Service, working_set
 
 trace_app = typer.Typer(
     no_args_is_help=True,
-    help="Make and look at workload files.",
+    help="Make, convert and look at workload files.",
     rich_markup_mode=None,  # it would swallow the defaults, which stand in square brackets
 )
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="One line of JSON, last on stdout.")]
+trace_app.command("convert")(convert_command)
 
 
 @trace_app.command()
@@ -46,73 +51,104 @@ def synth(
     first_append: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the first prompt [same as --append].")
     ] = None,
+    times: Annotated[
+        int, typer.Option(min=1, help="Copies of each, as the paper multiplies trajectories.")
+    ] = 1,
     tool_latency: Annotated[
-        float, typer.Option(min=0, help="Median seconds between rounds, log-normal; 0 for none.")
-    ] = 0.0,
-    tool_sigma: Annotated[float, typer.Option(min=0, help="Its sigma.")] = 1.2,
+        str,
+        typer.Option(
+            help=f"Seconds between rounds: a number (median of a log-normal), {LATENCY_HELP}; "
+            "0 for none."
+        ),
+    ] = "0",
+    tool_sigma: Annotated[
+        float, typer.Option(min=0, help="Sigma of the log-normal when a number is given.")
+    ] = 1.2,
     seed: Annotated[int, typer.Option(help="Same seed, same file.")] = PAPER_SEED,
     json: JsonFlag = False,
 ) -> None:
     """Write a workload: a row of the paper's Table 2 (--row), or agents that all do the same."""
     plain = {"--turns": turns, "--append": append, "--gen": gen, "--first-append": first_append}
-    made: Iterator[Trajectory]
     if row is not None:
         if row not in ROWS:
             bad_input(f"--row: {row!r} is not one of {', '.join(ROWS)}")
         if extra := [name for name, value in plain.items() if value is not None]:
             bad_input(f"{extra[0]}: has no meaning with --row")
-        made = synthesise(ROWS[row], PAPER_TRAJECTORIES if agents is None else agents, seed)
-    else:
+
+    def source() -> Iterator[Trajectory]:
+        if row is not None:
+            return synthesise(ROWS[row], PAPER_TRAJECTORIES if agents is None else agents, seed)
         shape = (4 if agents is None else agents, _or(turns, 3), _or(append, 200), _or(gen, 32))
-        made = regular(*shape, first_append or 0)
-    if tool_latency:
-        made = with_tool_latency(made, tool_latency, tool_sigma, seed)
+        return regular(*shape, first_append or 0)
+
     try:
-        write_trace(out, made)
-        _show(trace_stats(read_trace(out)), out, json)
+        latency = parse_latency(tool_latency, seed, tool_sigma)
+        made = multiply(source, times)
+        if latency is not None:
+            made = with_latency(made, latency, seed)
+        write_trace(out, counted(made, "writing"))
+        show_stats(trace_stats(read_trace(out)), out, json)
     except OSError as error:
         bad_input(f"{out}: cannot be written: {error.strerror}")
     except ValueError as error:
-        bad_input(str(error))
+        text = str(error)
+        bad_input(f"--tool-{text}" if text.startswith("latency:") else text)
 
 
 @trace_app.command()
 def stats(
-    trace: Annotated[Path, typer.Argument(help="Trace file, .gz or not.")], json: JsonFlag = False
+    trace: Annotated[Path, typer.Argument(help="Trace file, .gz or not.")],
+    sharing: Annotated[
+        bool,
+        typer.Option(
+            "--sharing",
+            help="Count hits on other trajectories' blocks too, where the trace has block ids.",
+        ),
+    ] = False,
+    aps: Annotated[
+        float | None, typer.Option(help="Agents arriving a second: adds the working set.")
+    ] = None,
+    ttft: Annotated[float, typer.Option(min=0, help="TTFT at that load, s.")] = 1.7,
+    tpot: Annotated[float, typer.Option(min=0, help="TPOT at that load, s.")] = 0.04,
+    model: Annotated[
+        str, typer.Option(help=f"For its bytes: {', '.join(PRESETS)} or a config.json.")
+    ] = "",
+    json: JsonFlag = False,
 ) -> None:
     """Print what a trace asks for: Table 2's columns under both readings, and more."""
     try:
-        _show(trace_stats(read_trace(trace)), trace, json)
+        shared = Sharing() if sharing else None
+        figures = trace_stats(counted(_fed(read_trace(trace), shared), "reading"))
+        working = None
+        if aps is not None:
+            working = working_set(counted(read_trace(trace), "reading"), Service(ttft, tpot), aps)
+        show_stats(
+            figures,
+            trace,
+            json,
+            sharing=shared,
+            working=working,
+            kv_bytes_per_token=_kv_bytes(model) if model else None,
+        )
     except TraceError as error:
         bad_input(str(error))
+    except UnsupportedModel as error:
+        bad_input(f"--model: {error}")
+    except ValueError as error:
+        bad_input(f"--{error}")
 
 
-def bad_input(text: str) -> NoReturn:
-    """One line on stderr, exit 2."""
-    typer.echo(f"error: {text}", err=True)
-    raise typer.Exit(2)
+def _fed(trajectories: Iterator[Trajectory], shared: Sharing | None) -> Iterator[Trajectory]:
+    for trajectory in trajectories:
+        if shared is not None:
+            shared.feed(trajectory)
+        yield trajectory
+
+
+def _kv_bytes(model: str) -> int:
+    cost = preset_cost(model) if model in PRESETS else cost_from_config_json(model)
+    return cost.kv_bytes_per_token
 
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _show(figures: TraceStats, path: Path, as_json: bool) -> None:
-    if as_json:
-        line = {"path": str(path), **figures.to_json()}
-        typer.echo(msgspec.json.encode(line).decode())
-        return
-    table = Table(title=f"{path}: {figures.trajectories} trajectories, {figures.requests} requests")
-    for name in ("reading", "turns", "append", "gen", "total", "mean context"):
-        table.add_column(name, justify="left" if name == "reading" else "right")
-    for name, reading in (("per trajectory", figures.macro), ("per request", figures.request)):
-        means = (figures.turns, reading.append, reading.gen, figures.total, reading.context)
-        table.add_row(name, *(f"{mean:,.1f}" for mean in means))
-    console = Console()
-    console.print(table)
-    latency = figures.tool_latency_s
-    console.print(
-        f"tokens in {figures.tokens_in:,}, out {figures.tokens_out:,}; longest context "
-        f"{figures.max_context:,}; hit ratio of an unbounded cache {figures.hit_ratio:.1%}; "
-        f"mean tool latency {'unknown' if latency is None else f'{latency:.1f} s'}"
-    )

@@ -9,18 +9,21 @@ from typing import Annotated, Final
 
 import msgspec
 import typer
+import uvloop
 from rich.console import Console
 
 from dualpath import config as cluster
 from dualpath import logs
-from dualpath.cli.defaults import default_cluster, engine_argv
-from dualpath.cli.signals import stop_on_signal
+from dualpath.cli.defaults import default_cluster
+from dualpath.cli.signals import say_stopping, until_stopped
 from dualpath.cli.starting import engine_progress
 from dualpath.config import ClusterConfig, ConfigError, LogConfig, Mode, ModelConfig
 from dualpath.engine import models
+from dualpath.engine.program import engine_argv
 from dualpath.serve.local import ClusterFailed, local_cluster
 from dualpath.serve.ports import NoFreePort
 from dualpath.serve.supervise import StartFailed
+from dualpath.storage import StoreError
 
 EXIT_FAILED: Final = 1
 _RUN_DIR: Final = Path("dualpath-run")
@@ -41,7 +44,8 @@ def up_command(
     prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes [1].")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes [1].")] = None,
     store: Annotated[
-        Path | None, typer.Option(help="Folder of the KV store [dualpath-store, or the file's].")
+        str | None,
+        typer.Option(help="Folder or s3:// URL of the KV store [dualpath-store, or the file's]."),
     ] = None,
     port: Annotated[
         int | None,
@@ -56,14 +60,17 @@ def up_command(
     try:
         described = _described(config, model, mode, prefill or 1, decode or 1, console)
         if store is not None:
-            storage = msgspec.structs.replace(described.storage, path=str(store))
+            try:
+                storage = msgspec.structs.replace(described.storage, path=store)
+            except ValueError as error:
+                raise ConfigError(f"--store: {error}") from None
             described = msgspec.structs.replace(described, storage=storage)
         if port is not None:
             front = msgspec.structs.replace(described.front, port=port)
             described = msgspec.structs.replace(described, front=front)
         warnings = _log_to(run_dir, described.log)
-        asyncio.run(_up(described, run_dir, console, warnings))
-    except (StartFailed, ClusterFailed, NoFreePort, models.ModelError) as error:
+        uvloop.run(_up(described, run_dir, console, warnings))
+    except (StartFailed, ClusterFailed, NoFreePort, StoreError, models.ModelError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from None
 
@@ -116,21 +123,12 @@ def _log_to(run_dir: Path, config: LogConfig) -> logging.Handler:
 async def _up(
     config: ClusterConfig, run_dir: Path, console: Console, warnings: logging.Handler
 ) -> None:
-    with stop_on_signal() as stop:
-        running = asyncio.create_task(_run(config, run_dir, console))
-        stopped = asyncio.create_task(stop.wait())
-        try:
-            # A signal may come during the start, too.
-            await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                console.print("stopping ...", highlight=False)
-                warnings.setLevel(logging.ERROR)  # that engines leave is no news now
-                running.cancel()
-                await asyncio.wait([running])
-            if not running.cancelled():
-                running.result()
-        finally:
-            stopped.cancel()
+    def stopping() -> None:
+        say_stopping(console)()
+        warnings.setLevel(logging.ERROR)  # that engines leave is no news now
+
+    # A signal may come during the start, too.
+    await until_stopped(_run(config, run_dir, console), stopping)
 
 
 async def _run(config: ClusterConfig, run_dir: Path, console: Console) -> None:

@@ -10,7 +10,7 @@ from dualpath.blocks import BlockLayout
 from dualpath.config import ClusterConfig
 from dualpath.doctor.fabric import check_fabric, check_pairs
 from dualpath.doctor.finding import Finding, ok, warn
-from dualpath.doctor.kv import check_buffers, check_hbm, check_model, check_storage
+from dualpath.doctor.kv import check_buffers, check_cache, check_hbm, check_model
 from dualpath.doctor.machine import (
     check_clock,
     check_limits,
@@ -22,6 +22,7 @@ from dualpath.doctor.machine import (
 )
 from dualpath.doctor.pci import find_gpus, find_nics
 from dualpath.doctor.software import check_software
+from dualpath.doctor.store import check_storage
 
 _USUAL_LAYOUT: Final = BlockLayout(
     num_layers=32, block_tokens=64, engine_block_tokens=64, token_layer_bytes=1024
@@ -42,7 +43,7 @@ def diagnose(config: ClusterConfig | None, sysfs: Path = Path("/sys")) -> Iterat
     yield from check_software()
     nodes = local_nodes(config) if config is not None else []
     yield from check_pairs(sysfs)
-    yield from check_fabric(sysfs, nodes)
+    yield from check_fabric(sysfs, nodes, config)
     gpus, nics = find_gpus(sysfs), find_nics(sysfs)
     needs_locked = registered_bytes(config, nodes) if config is not None and nics else 0
     yield from check_limits(needs_locked)
@@ -64,6 +65,7 @@ def diagnose(config: ClusterConfig | None, sysfs: Path = Path("/sys")) -> Iterat
     yield finding
     if layout is not None:
         yield from check_buffers(config, layout, nodes)
+        yield from check_cache(config, layout, nodes)
     yield from check_memory(config, nodes, read_memory(), on_cpu=not gpus)
     if gpus:
         yield from check_hbm(config)

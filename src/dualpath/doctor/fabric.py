@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dualpath.config import NodeConfig
+from dualpath.config import ClusterConfig, ConfigError, NodeConfig
 from dualpath.doctor.finding import Finding, fail, ok, warn
 from dualpath.doctor.pci import Distance, find_gpus, find_nics, find_ports, pair
+from dualpath.transfer.qos.check import check
+from dualpath.transfer.qos.system import System, ThisMachine
+from dualpath.transfer.qos.verdict import Verdict
 
 
 def check_pairs(sysfs: Path) -> Iterator[Finding]:
@@ -46,8 +49,14 @@ def _judge_pair(gpu: str, nic: str, apart: Distance, has_bridges: bool) -> Findi
     )  # fmt: skip
 
 
-def check_fabric(sysfs: Path, nodes: Sequence[NodeConfig]) -> Iterator[Finding]:
-    """RDMA ports up, configured devices there, and what can be said of traffic classes."""
+def check_fabric(
+    sysfs: Path, nodes: Sequence[NodeConfig], config: ClusterConfig | None = None
+) -> Iterator[Finding]:
+    """RDMA ports up, configured devices there, traffic classes in force.
+
+    Args:
+        nodes: those of ``config`` that this machine is.
+    """
     ports = find_ports(sysfs)
     for port in ports:
         text = f"{port.nic} port {port.number}: {port.link_layer}, {port.state}, {port.rate}"
@@ -64,18 +73,33 @@ def check_fabric(sysfs: Path, nodes: Sequence[NodeConfig]) -> Iterator[Finding]:
                 "cnic", f"nodes.{node.name}.cnic.device: no device is called {device!r}",
                 f"choose one of {', '.join(sorted(known)) or 'none: there is none'}",
             )  # fmt: skip
-    if ports:
+    if config is None or not nodes:
+        kind = "RDMA hardware" if ports else "no RDMA hardware"
         yield warn(
-            "fabric classes",
-            "whether KV travels in a class of its own is decided in switches and cannot be seen "
-            "from this node",
-            "compare the NIC's per-priority counters while KV and model traffic run",
-        )
-    else:
-        yield warn(
-            "fabric classes", "cannot be told: there is no RDMA hardware here",
-            "over TCP, keep KV apart by its ports (nodes.cnic.ports) and classify those",
+            "fabric classes", f"not looked at: there is {kind}, and no cluster file for this node",
+            "dualpath qos check --config FILE",
         )  # fmt: skip
+    else:
+        yield from check_classes(ThisMachine(sysfs), nodes, config)
+
+
+def check_classes(
+    system: System, nodes: Sequence[NodeConfig], config: ClusterConfig
+) -> Iterator[Finding]:
+    """What ``dualpath qos check`` finds, without watching counters."""
+    kind = config.fabric.kind
+    try:
+        report = check(config, nodes, kind, system, interval_s=0)
+    except ConfigError as error:
+        yield warn("fabric classes", f"they cannot be told: {error}", "see docs/traffic.md")
+        return
+    if report.verdict is Verdict.IN_FORCE:
+        where = ", ".join(dict.fromkeys(found.where for found in report.checks))
+        yield ok("fabric classes", f"in force on {where}")
+    for found in report.checks:
+        if found.verdict is not Verdict.IN_FORCE:
+            text = f"{found.verdict.value}: {found.where}: {found.what}: {found.text}"
+            yield warn("fabric classes", text, found.todo or "see docs/traffic.md")
 
 
 def _interfaces(sysfs: Path) -> set[str]:

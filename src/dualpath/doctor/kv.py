@@ -1,51 +1,20 @@
-"""The model, the blocks it makes, and whether buffers, HBM and storage are made for them."""
+"""The model, the blocks it makes, and whether buffers and HBM are made for them."""
 
 from __future__ import annotations
 
 import csv
-import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from dualpath.blocks import KEY_BYTES, BlockLayout
+from dualpath.blocks import BlockLayout
 from dualpath.config import ClusterConfig, NodeConfig, Role
 from dualpath.doctor.finding import Finding, fail, ok, warn
 from dualpath.doctor.machine import weight_bytes
 from dualpath.model import ModelFacts, UnsupportedModel
-from dualpath.storage import BlockId, BlockStore, ReadStatus, StoreError, WriteStatus
-from dualpath.storage.header import HEADER_BYTES
-from dualpath.storage.maintenance import stats
-from dualpath.storage.memory import aligned_buffers
 
-_SAMPLE_BYTES: Final = 64 << 20
-_DEADLINE_S: Final = 60.0
-_CLOCK_SLACK_S: Final = 2.0
-_LOW_SPACE_BYTES: Final = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """What was measured.
-
-    Attributes:
-        block_bytes, blocks: size and number of the files.
-        read_bytes_s, write_bytes_s: file bytes a second.
-        io_name, direct: how; see ``BlockStore``.
-        clock_lead_s: how far the store's clock is ahead of ours.
-    """
-
-    block_bytes: int
-    blocks: int
-    read_bytes_s: float
-    write_bytes_s: float
-    io_name: str
-    direct: bool
-    clock_lead_s: float
+_ENGINES = {Role.PREFILL: "prefill engine", Role.DECODE: "decode engine"}
 
 
 def check_model(config: ClusterConfig) -> tuple[Finding, BlockLayout | None]:
@@ -93,6 +62,33 @@ def check_buffers(
             yield ok(field, f"{size:,} bytes hold {tokens:,} tokens")
 
 
+def check_cache(
+    config: ClusterConfig, layout: BlockLayout, nodes: Sequence[NodeConfig]
+) -> Iterator[Finding]:
+    """Whether the longest prompt fits the KV cache of each kind of engine, and how much more a PE
+    holds because its layers take turns."""
+    layers, size = layout.num_layers, config.engine.kv_cache
+    for role in Role:
+        if not any(node.role is role for node in nodes):
+            continue
+        held = config.layer_regions(role, layers)
+        tokens = size // (held * layout.layer_block_bytes) * layout.block_tokens
+        turns = (
+            f": {layers} layers take turns in {held}, {layers / held:g} times as many as with a "
+            "place for each" if held < layers else ""
+        )  # fmt: skip
+        text = f"{size:,} bytes hold {tokens:,} tokens on a {_ENGINES[role]}{turns}"
+        if tokens < config.model.max_model_len:
+            need = layout.blocks_for_tokens(config.model.max_model_len) * held
+            yield fail(
+                "engine.kv_cache", f"{text}; vLLM will not start with so few",
+                f"at least {need * layout.layer_block_bytes:,} bytes for model.max_model_len = "
+                f"{config.model.max_model_len}",
+            )  # fmt: skip
+        else:
+            yield ok("engine.kv_cache", text)
+
+
 def check_hbm(config: ClusterConfig) -> Iterator[Finding]:
     """Room on every GPU for weights and KV cache, asked of nvidia-smi."""
     program = shutil.which("nvidia-smi")
@@ -123,119 +119,3 @@ def judge_hbm(config: ClusterConfig, answer: str, weights: int) -> Iterator[Find
             yield warn("hbm", text, "free the GPU, unless an engine of this cluster is on it")
         else:
             yield ok("hbm", text)
-
-
-def check_storage(
-    config: ClusterConfig, layout: BlockLayout, nodes: Sequence[NodeConfig]
-) -> Iterator[Finding]:
-    """Free space, and the rate at which blocks are written and read here."""
-    path = Path(config.storage.path).absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    yield _judge_space(config, path, free)
-    if free < 4 * _SAMPLE_BYTES:
-        yield warn("storage rate", "not measured: too little space", "make room first")
-        return
-    try:
-        rate = measure(config, layout, existing)
-    except (OSError, StoreError) as error:
-        yield fail("storage", f"{existing}: {error}", "see storage.path, .io and .direct")
-        return
-    how = f"{rate.io_name}, {'O_DIRECT' if rate.direct else 'page cache'}"
-    text = (
-        f"read {rate.read_bytes_s / 1e6:,.0f} MB/s, write {rate.write_bytes_s / 1e6:,.0f} MB/s "
-        f"({rate.blocks} blocks of {rate.block_bytes:,} bytes, {how})"
-    )
-    slow = [
-        f"nodes.{node.name}.snic.{name}"
-        for node in nodes
-        for name, limit, found in (
-            ("read", node.snic.read, rate.read_bytes_s),
-            ("write", node.snic.write, rate.write_bytes_s),
-        )
-        if limit.limited and found < limit
-    ]
-    if slow:
-        yield warn("storage rate", f"{text}: below {', '.join(slow)}", "the limit is never reached")
-    elif not rate.direct:
-        yield warn(
-            "storage rate", f"{text}; read from memory, so the disk may be slower",
-            "use a file system that takes O_DIRECT, or accept the page cache's use of CPU",
-        )  # fmt: skip
-    else:
-        yield ok("storage rate", text)
-    if abs(rate.clock_lead_s) > _CLOCK_SLACK_S:
-        yield warn(
-            "storage clock", f"the store's clock is {rate.clock_lead_s:+.1f} s off ours",
-            "synchronise both: the order of eviction is by the time of use",
-        )  # fmt: skip
-
-
-def _judge_space(config: ClusterConfig, path: Path, free: int) -> Finding:
-    used = sum(root.stored_bytes for root in stats(path).values())
-    capacity = config.storage.capacity
-    text = f"{used:,} bytes stored, {free:,} free in {path}"
-    if not capacity:
-        return warn(
-            "storage space", f"{text}; no limit: the disk fills up, then nothing new is stored",
-            "set storage.capacity",
-        )  # fmt: skip
-    if capacity - used > free:
-        return warn(
-            "storage space", f"{text}; storage.capacity is {capacity:,}",
-            f"make room, or set storage.capacity to less than {used + free:,}",
-        )  # fmt: skip
-    if free < _LOW_SPACE_BYTES:
-        return warn("storage space", text, "leave the file system some room")
-    return ok("storage space", f"{text}; storage.capacity is {capacity:,}")
-
-
-def measure(config: ClusterConfig, layout: BlockLayout, folder: Path) -> Rate:
-    """Write and read some blocks in a store of their own, which is removed again.
-
-    Args:
-        folder: an existing directory on the store's file system.
-
-    Raises:
-        OSError, StoreError: it cannot be done there.
-    """
-    scratch = folder / f".dualpath-doctor-{os.getpid()}"
-    file_bytes = HEADER_BYTES + layout.slot_bytes
-    count = max(1, min(256, _SAMPLE_BYTES // file_bytes))
-    root = os.urandom(KEY_BYTES)
-    blocks = [BlockId(os.urandom(KEY_BYTES), root) for _ in range(count)]
-    slots = aligned_buffers(count, layout.slot_bytes)
-    for slot in slots:
-        slot[:] = os.urandom(4096) * (layout.slot_bytes // 4096)
-    try:
-        with BlockStore.open(
-            scratch, layout, io=config.storage.io, direct=config.storage.direct,
-            fsync=config.storage.fsync, batch_blocks=config.storage.batch_blocks,
-        ) as store:  # fmt: skip
-            wall_s = time.time()
-            written_s = _timed(store, WriteStatus.PUBLISHED, root, blocks, slots)
-            newest = next(scratch.glob("blocks/*/*/*")).stat().st_mtime
-            read_s = _timed(store, ReadStatus.OK, root, blocks, slots)
-            lead = newest - wall_s if newest < wall_s else max(0.0, newest - time.time())
-            io_name, direct = store.io_name, store.direct
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    total = count * file_bytes
-    return Rate(file_bytes, count, total / read_s, total / written_s, io_name, direct, lead)
-
-
-def _timed(
-    store: BlockStore,
-    good: WriteStatus | ReadStatus,
-    root: bytes,
-    blocks: Sequence[BlockId],
-    slots: Sequence[memoryview],
-) -> float:
-    call = store.write if isinstance(good, WriteStatus) else store.read
-    start_s = time.monotonic()
-    statuses = call(root, blocks, slots, start_s + _DEADLINE_S)
-    taken_s = time.monotonic() - start_s
-    bad = [status for status in statuses if status is not good]
-    if bad:
-        raise StoreError(f"{len(bad)} of {len(blocks)} blocks: {bad[0].value}")
-    return taken_s
