@@ -1,15 +1,15 @@
-# make setup | demo | test | test-full | lint. Each works alone on a fresh checkout: what it needs is
+# make setup | demo | test | test-full | lint | compiled. Each works alone on a fresh checkout: what it needs is
 # installed first, into .venv, without root. Needs Python 3.11 with venv, make and git.
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.dualpath-setup
-EXTRAS := serve-cpu,demo,dev
+EXTRAS := serve-cpu,demo,sim,usrbio,s3,dev
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-full lint clean
+.PHONY: setup demo test test-full lint compiled clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,22 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# A copy of the sources in which what the simulator spends its time in is compiled (mypyc, a part of
+# mypy; needs a C compiler). Same results, twice as fast: PYTHONPATH=build/compiled .venv/bin/dualpath
+# reproduce all. The sources themselves are left alone, so nothing compiled is ever out of date there.
+COMPILED ?= build/compiled
+HOT := $(addprefix sim/,core decode fetch load metrics nodes prefill staging) \
+	$(addprefix scheduler/,batch cluster group_index queues scheduler state) \
+	$(addprefix scheduler/policies/,decode_balanced path_alternating path_shorter_queue \
+		prefill_least_tokens)
+
+compiled: $(STAMP)
+	rm -rf $(COMPILED)
+	mkdir -p $(dir $(COMPILED))
+	cp -r src $(COMPILED)
+	cd $(COMPILED) && $(abspath $(BIN))/mypyc --strict --ignore-missing-imports \
+		$(HOT:%=dualpath/%.py) > mypyc.log 2>&1 || { tail -n 20 mypyc.log; exit 1; }
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -6,10 +6,13 @@ import contextlib
 import os
 import signal
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import psutil
-from cluster_kit import Running, start
+import pytest
+from cluster_kit import START_S, Running, start
 
 from dualpath import config as cluster_config
 from dualpath.config import ClusterConfig
@@ -20,8 +23,10 @@ PROGRAM = str(Path(sys.executable).with_name("dualpath"))
 class Parts:
     """Front and engines, each a process group, as a cluster manager would run them."""
 
-    def __init__(self, config: ClusterConfig, folder: Path) -> None:
+    def __init__(self, config: ClusterConfig, folder: Path, control: str = "") -> None:
+        """``control``: where engines find the front, when not where it listens."""
         self.config = config
+        self.control = control
         self.folder = folder
         self.file = folder / "cluster.toml"
         self.file.write_text(cluster_config.dump(config))
@@ -42,6 +47,7 @@ class Parts:
             argv = [
                 PROGRAM, "engine", "--config", str(self.file), "--role", role,
                 "--rank", name[2:], "--run-dir", str(self.folder / "run"),
+                *(["--control", self.control] if self.control else []),
             ]  # fmt: skip
         self.running[name] = start(argv, self.folder / f"{name}.{self._starts}.log", self.url)
         return self.running[name]
@@ -68,3 +74,28 @@ class Parts:
             if self.running[name].process.poll() is None:
                 self.signal(name, signal.SIGCONT)
                 self.kill(name)
+
+    def until_ready(self) -> None:
+        """Wait until the front can serve; fails at once when a process ends."""
+        front = self.running["front"]
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            for name, running in self.running.items():
+                if running.process.poll() is not None:
+                    pytest.fail(f"{name} ended at start\n{running.tail()}")
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{front.url}/ready", timeout=10) as answer,
+            ):
+                if answer.status == 200:
+                    return
+            time.sleep(0.3)
+        pytest.fail(f"not ready within {START_S:g} s\n{front.tail()}")
+
+    def rss_bytes(self, name: str) -> int:
+        """Memory of the process and all its descendants."""
+        return sum(process.memory_info().rss for process in self.processes(name))
+
+    def log(self, name: str) -> str:
+        """What its present process has logged."""
+        return self.running[name].log.read_text(errors="replace")

@@ -6,7 +6,6 @@ After each: no wrong token, every request answered within its deadline, every le
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -25,14 +24,16 @@ from cluster_kit import (
     until_ready,
 )
 from cluster_parts import Parts
+from load_kit import BLOCK, Load, all_usable, grown
+from load_kit import under_load as loaded
 
 from dualpath.engine import models
 from dualpath.engine.launch import installed_device, plain_command
 
 pytestmark = [pytest.mark.fault, pytest.mark.e2e, pytest.mark.timeout(900)]
 
-BLOCK = 64
 DEADLINE_S = 150.0
+ENGINES = 3
 
 
 @dataclass
@@ -71,7 +72,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         for name in ("front", "pe0", "pe1", "de0"):
             parts.start(name)
         until_ready(plain, "/health")
-        until_ready(parts.running["front"], "/ready")
+        parts.until_ready()
         yield Bench(parts, plain)
     finally:
         parts.stop_all()
@@ -89,9 +90,9 @@ def with_ports(config: Any) -> Any:
 async def api(bench: Bench) -> AsyncIterator[Api]:
     async with open_session(DEADLINE_S + 30) as session:
         api = Api(bench.parts.url, session)
-        await all_usable(api)
+        await all_usable(api, ENGINES)
         yield api
-        await all_usable(api)
+        await all_usable(api, ENGINES)
         await api.idle(30.0)
 
 
@@ -100,65 +101,8 @@ async def plain(bench: Bench, api: Api) -> Api:
     return Api(bench.plain.url, api.session)
 
 
-async def all_usable(api: Api) -> None:
-    async with asyncio.timeout(300):
-        while True:
-            try:
-                engines = (await api.state())["engines"]
-            except (aiohttp.ClientError, AssertionError):
-                engines = []
-            if sum(engine["usable"] for engine in engines) == 3:
-                return
-            await asyncio.sleep(0.2)
-
-
-class Load:
-    """Eight agents over shared history; each answer is checked against the plain server's."""
-
-    def __init__(self, api: Api, plain: Api, seed: str) -> None:
-        self.api, self.plain = api, plain
-        self.source = random.Random(seed)
-        self.served = self.refused = 0
-
-    def words(self, count: int) -> list[int]:
-        return [self.source.randrange(100, 40_000) for _ in range(count)]
-
-    async def warm(self) -> list[list[int]]:
-        prompts = [self.words(14 * BLOCK) for _ in range(8)]
-        await asyncio.gather(*(self.api.tokens(prompt, 2) for prompt in prompts))
-        return prompts
-
-    async def agent(self, prompt: list[int], turns: int) -> None:
-        for _ in range(turns):
-            prompt = prompt + self.words(40)
-            body = {
-                "model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0,
-                "ignore_eos": True, "return_token_ids": True,
-            }  # fmt: skip
-            async with asyncio.timeout(DEADLINE_S + 10):  # its deadline, and the way back
-                url = self.api.url + "/v1/completions"
-                async with self.api.session.post(url, json=body) as response:
-                    answer = await response.json()
-            if response.status != 200:
-                assert response.status in (500, 502, 503, 504), answer
-                assert answer["error"]["message"]
-                self.refused += 1
-                continue
-            self.served += 1
-            tokens = answer["choices"][0]["token_ids"]
-            assert tokens == await self.plain.tokens(prompt, 12)
-            prompt = prompt + tokens
-
-
 async def under_load(api: Api, plain: Api, seed: str, turns: int, harm: Any) -> Load:
-    load = Load(api, plain, seed)
-    prompts = await load.warm()
-    agents = asyncio.gather(*(load.agent(prompt, turns) for prompt in prompts))
-    await asyncio.sleep(1.5)
-    await harm()
-    await agents
-    assert load.served + load.refused == 8 * turns
-    return load
+    return await loaded(api, plain, seed, turns, harm, DEADLINE_S)
 
 
 async def test_killed_pe(bench: Bench, api: Api, plain: Api) -> None:
@@ -170,20 +114,11 @@ async def test_killed_pe(bench: Bench, api: Api, plain: Api) -> None:
 
     load = await under_load(api, plain, "pe", 3, harm)
     assert load.refused == 0
-    await all_usable(api)
+    await all_usable(api, ENGINES)
     await api.idle(30.0)
-    before = pushed(await api.state())
+    before = await api.state()
     await asyncio.gather(*(load.agent(load.words(200), 1) for _ in range(8)))
-    await api.idle(30.0)
-    after = pushed(await api.state())
-    assert after["pe0"] > before["pe0"]
-
-
-def pushed(state: Any) -> dict[str, float]:
-    return {
-        engine["name"]: engine["stats"].get("counters", {}).get("push_miss_bytes", 0.0)
-        for engine in state["engines"]
-    }
+    assert grown(before, await api.idle(30.0), "push_miss_bytes")["pe0"] > 0
 
 
 async def test_killed_de(bench: Bench, api: Api, plain: Api) -> None:
@@ -212,7 +147,7 @@ async def test_stopped_pe_writes_nothing_when_it_goes_on(
 
 async def test_front_restarts(bench: Bench, api: Api, plain: Api) -> None:
     """Clients lose their connections; engines let go of everything, come back and hit."""
-    load = Load(api, plain, "front")
+    load = Load(api, plain, "front", DEADLINE_S)
     prompts = await load.warm()
     body = {"model": "tiny", "prompt": prompts[0] + load.words(900), "max_tokens": 100}
     lost = asyncio.create_task(api.post("/v1/completions", body))
@@ -221,7 +156,7 @@ async def test_front_restarts(bench: Bench, api: Api, plain: Api) -> None:
     with pytest.raises(aiohttp.ClientError):
         await lost
     bench.parts.start("front")
-    await all_usable(api)
+    await all_usable(api, ENGINES)
     await api.idle(30.0)
     answer = await api.complete(prompts[1] + load.words(10), 4)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 14 * BLOCK
@@ -229,7 +164,7 @@ async def test_front_restarts(bench: Bench, api: Api, plain: Api) -> None:
 
 
 async def test_whole_cluster_restarts_and_hits(bench: Bench, api: Api, plain: Api) -> None:
-    load = Load(api, plain, "all")
+    load = Load(api, plain, "all", DEADLINE_S)
     prompt = load.words(9 * BLOCK + 3)
     first = await api.tokens(prompt, 70)
     await api.idle()
@@ -237,7 +172,7 @@ async def test_whole_cluster_restarts_and_hits(bench: Bench, api: Api, plain: Ap
         bench.parts.kill(name)
     for name in ("front", "pe0", "pe1", "de0"):
         bench.parts.start(name)
-    await all_usable(api)
+    await all_usable(api, ENGINES)
     longer = prompt + first + load.words(20)
     answer = await api.complete(longer, 8)
     assert answer["choices"][0]["token_ids"] == await plain.tokens(longer, 8)
