@@ -22,6 +22,8 @@ ENGINES = ("pe0", "de0", "de1")
 REQUEST_S = 30.0
 LAYER_S = 5.0
 DISK_BYTES = 256 << 20
+STORE = "160MiB"
+"""How much is written depends on the machine's speed; the disk is full only where a test fills it."""
 
 
 @dataclass
@@ -57,6 +59,7 @@ def bench_on(folder: Path, store: Path, mounted: bool) -> Iterator[Bench]:
             {"name": "d1", "role": "decode", "base_port": free_port(), "snic": {"read": "20MB/s"}},
         ],
         front={"port": free_port(), "control_port": free_port(), "max_retries": 4},
+        storage={"path": str(store), "fsync": False, "capacity": STORE},
         # The longest request is 32 blocks of 256 KiB.
         engine={"kv_cache": "9MiB", "max_batched_tokens": 256, "max_num_seqs": 8},
         timeouts={

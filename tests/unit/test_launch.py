@@ -112,6 +112,8 @@ def test_cpu_and_cuda_differ_where_they_must() -> None:
     cpu, cuda = command(description()), command(description(), device=Device.CUDA)
     assert "--enforce-eager" in cpu.argv
     assert "--enforce-eager" not in cuda.argv
+    assert option(cpu.argv, "--distributed-executor-backend").endswith(".UniProcExecutor")
+    assert "--distributed-executor-backend" not in cuda.argv
     assert cpu.env["OMP_NUM_THREADS"] == "3"
     assert cpu.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "OMP_NUM_THREADS" not in cuda.env

@@ -23,6 +23,7 @@ _SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
 _WORKER_CLASS: Final = "dualpath.engine.worker.DualPathWorker"
 _CONNECTOR: Final = "DualPathConnector"
 _CONNECTOR_MODULE: Final = "dualpath.engine.connector"
+_ONE_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 class Device(enum.Enum):
@@ -207,6 +208,9 @@ def _server(
     if device is Device.CPU:
         # Compiling costs minutes at each start and gains nothing for models that fit a CPU.
         arguments.append("--enforce-eager")
+        # A worker in a process of its own polls for a second after each message, which keeps a whole
+        # core busy per engine. By its name "uni", vLLM's CPU platform would put it there all the same.
+        arguments += ["--distributed-executor-backend", _ONE_PROCESS]
     return tuple(arguments)
 
 
