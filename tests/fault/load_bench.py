@@ -23,7 +23,7 @@ REQUEST_S = 30.0
 LAYER_S = 5.0
 DISK_BYTES = 256 << 20
 STORE = "160MiB"
-"""How much is written depends on the machine's speed; the disk is full only where a test fills it."""
+"""How much is written depends on the machine's speed; the disk is full where a test fills it."""
 
 
 @dataclass

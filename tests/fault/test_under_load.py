@@ -315,8 +315,8 @@ async def test_memory_does_not_grow_with_rounds(bench: Bench, api: Api, plain: A
         await api.idle(30.0)
         return {name: bench.parts.rss_bytes(name) for name in ("front", *ENGINES)}
 
-    # Allocators keep what they once had, some tens of MiB over the first ten rounds; a leak does not
-    # end. The KV of a round's requests is about 40 MiB.
+    # Allocators keep what they once had, some tens of MiB over the first ten rounds; a leak does
+    # not end. The KV of a round's requests is about 40 MiB.
     most = await round_of("round 0")
     quiet = 0
     history = [most]

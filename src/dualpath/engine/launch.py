@@ -208,8 +208,8 @@ def _server(
     if device is Device.CPU:
         # Compiling costs minutes at each start and gains nothing for models that fit a CPU.
         arguments.append("--enforce-eager")
-        # A worker in a process of its own polls for a second after each message, which keeps a whole
-        # core busy per engine. By its name "uni", vLLM's CPU platform would put it there all the same.
+        # A worker in a process of its own polls for a second after each message, which keeps a core
+        # busy per engine. Asked by the name "uni", vLLM's CPU platform puts it there all the same.
         arguments += ["--distributed-executor-backend", _ONE_PROCESS]
     return tuple(arguments)
 
