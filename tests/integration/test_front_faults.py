@@ -152,6 +152,50 @@ async def test_the_answer_ends_when_its_blocks_are_durable(tmp_path: Path) -> No
         await cluster.idle()
 
 
+async def test_tokens_do_not_wait_for_the_store(tmp_path: Path) -> None:
+    """Every chunk of a stream is out while the turn's blocks are being stored: not ``[DONE]``."""
+    for options, chunks in (({}, 5), ({"stream_options": {"include_usage": True}}, 6)):
+        async with running_cluster(make_config(tmp_path)) as cluster:
+            cluster.de.hold("durable")
+            async with cluster.http.post(
+                cluster.url + TEXT, json={**BODY, "stream": True, **options}
+            ) as response:
+                raw = b""
+                while raw.count(b"\n\n") < chunks:
+                    raw += await asyncio.wait_for(response.content.readany(), 3)
+                assert b"[DONE]" not in raw
+                await cluster.until(holds(cluster, "de0", "durable"))
+                rest = asyncio.create_task(response.content.read())
+                await asyncio.sleep(0.05)
+                assert not rest.done()
+                cluster.de.release("durable")
+                assert await rest == b"data: [DONE]\n\n"
+            events = [json.loads(block[6:]) for block in raw.split(b"\n\n")[:-1]]
+            choices = [choice for event in events for choice in event["choices"]]
+            assert "".join(choice["text"] for choice in choices) == EXPECTED
+            assert choices[-1]["finish_reason"] == "length"
+            assert ("usage" in events[-1] and not events[-1]["choices"]) == bool(options)
+            await cluster.idle()
+
+
+async def test_who_leaves_with_all_tokens_has_not_given_up(tmp_path: Path) -> None:
+    """The blocks of such a turn are stored, and the next turn hits them."""
+    async with running_cluster(make_config(tmp_path)) as cluster:
+        cluster.de.hold("durable")
+        body = {**BODY, "prompt": [*IDS, *IDS, *IDS], "stream": True}
+        await _send_and_leave(cluster, body, holds(cluster, "de0", "durable"), path=TEXT)
+        while not (records := (await cluster.get("/debug/requests"))["requests"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert records[0]["outcome"] == "ok"
+        assert "de0 close 0" not in cluster.shared.events
+        cluster.de.release("durable")
+        await cluster.idle()
+        _, answer, headers = await cluster.post(TEXT, {**BODY, "prompt": body["prompt"]})
+        assert int(headers["x-dualpath-hit-tokens"]) > 0
+        assert answer["choices"][0]["text"]
+        await cluster.idle()
+
+
 async def test_a_lost_connection_of_a_living_engine(tmp_path: Path) -> None:
     """A PE that lives may still be writing: nobody is told that it is gone, and the DE's slots
     stay taken until it has joined again."""
@@ -374,7 +418,9 @@ async def test_a_client_goes_away(tmp_path: Path, victim: str, point: str, strea
             assert engine.aborted == 1, "the engine was not told to stop"
         engine.release(point)
         (record,) = (await cluster.get("/debug/requests"))["requests"]
-        assert record["outcome"] == "cancelled"
+        # With the blocks still to be stored, the client of a stream has had all its tokens.
+        complete = stream and point == "durable"
+        assert record["outcome"] == ("ok" if complete else "cancelled")
         status, answer, _ = await cluster.chat("hello", max_tokens=5)
         ids = chat_tokens([{"role": "user", "content": "hello"}])
         assert (status, answer["choices"][0]["message"]["content"]) == (

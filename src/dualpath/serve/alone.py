@@ -34,7 +34,7 @@ async def answer_alone(services: Services, turn: Turn, number: int) -> None:
         own_usage=True,
     )
     url = member.hello.http_url + turn.call.endpoint.value
-    held = await run_while(
+    whole = await run_while(
         receive(
             services.upstream, url, dict(turn.call.body), f"{turn.rid}-{number}", context, turn
         ),
@@ -42,4 +42,4 @@ async def answer_alone(services: Services, turn: Turn, number: int) -> None:
         committed=lambda: turn.committed,
     )
     turn.committed = True
-    await send_end(held, context, turn.reply)
+    await send_end(whole, turn.reply)

@@ -17,7 +17,7 @@ from dualpath.control.messages import (
 )
 from dualpath.scheduler import Assignment, ReadPath, Request
 from dualpath.serve.answer import AnswerContext
-from dualpath.serve.decode import receive, send_end
+from dualpath.serve.decode import receive, send_complete, send_end
 from dualpath.serve.errors import ApiError, AttemptFailed, EngineLost, PassedThrough
 from dualpath.serve.first_token import (
     FirstToken,
@@ -69,11 +69,11 @@ class Attempt:
             await self._serve(spec, assignment, fingerprint)
             done = True
         finally:
-            if done:
+            if done or self._turn.complete:
                 services.dispatcher.finish(self._sid)
             else:
                 services.dispatcher.cancel(self._sid)
-            self._close("done" if done else "given up")
+            self._close(done)
 
     # ---- engines -----------------------------------------------------------------------------
 
@@ -247,20 +247,22 @@ class Attempt:
         turn = self._turn
         turn.reply.headers = turn.record.headers()
         context = self._context()
-        if ended:
-            turn.tempo.tokens = 1
-            held = context.ending_events() if turn.call.stream else [context.whole_from_first()]
-        else:
-            held = await run_while(
+        if not ended:
+            whole = await run_while(
                 self._ask(decode, first, context), decode, committed=lambda: turn.committed
             )
+        else:
+            turn.tempo.tokens = 1
+            whole = None if turn.call.stream else context.whole_from_first()
+            if whole is None:
+                await send_complete(context.ending_events(), turn)
         await self._durable(decode)
         turn.committed = True
-        await send_end(held, context, turn.reply)
+        await send_end(whole, turn.reply)
 
     async def _ask(
         self, decode: Member, first: FirstToken | None, context: AnswerContext
-    ) -> list[dict[str, Any]]:
+    ) -> dict[str, Any] | None:
         services, turn = self._services, self._turn
         body = dict(turn.call.body) if first is None else continued_body(turn.call)
         ids = turn.prompt_ids if first is None else [*turn.prompt_ids, first.token_id]
@@ -282,11 +284,14 @@ class Attempt:
         )
 
     async def _durable(self, decode: Member) -> None:
-        """The end of a turn waits for its blocks, so that the next turn hits them."""
+        """The end of a turn waits for its blocks, so that the next turn hits them. A part of the
+        request's time is left for sending that end."""
         services = self._services
         assert self._decode is not None
         try:
-            async with asyncio.timeout(services.config.timeouts.durable):
+            async with asyncio.timeout(
+                min(services.config.timeouts.durable, 0.9 * self._turn.left_s)
+            ):
                 durable = await answer_of(self._decode.durable, decode)
         except (TimeoutError, EngineLost):
             # The answer itself is complete and right.
@@ -322,13 +327,17 @@ class Attempt:
             metrics.split_bytes.inc((record.pe_blocks + record.de_blocks) * size)
         metrics.bad_blocks.inc(spec.hit_blocks - good)
 
-    def _close(self, reason: str) -> None:
+    def _close(self, done: bool) -> None:
         closer = self._services.closer
+        # A client that left with all its tokens has not given up: what they left is stored.
+        complete = self._turn.complete and not done
+        reason = "done" if done else "left complete" if complete else "given up"
         closing = self._prefill_closing
         if closing is None and self._prefill is not None:
             closing = closer.close_one(self._prefill, reason)
         if self._decode is not None:
-            closer.close_pair(closing, self._decode, reason)
+            stored_s = self._services.config.timeouts.durable if complete else 0.0
+            closer.close_pair(closing, self._decode, reason, stored_s)
 
 
 def _checked(opened: Opened, member: Member) -> Opened:

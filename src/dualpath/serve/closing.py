@@ -52,10 +52,15 @@ class Closer:
         return self._spawn(self._close(session, reason), session)
 
     def close_pair(
-        self, prefill: asyncio.Task[None] | None, decode: EngineSession, reason: str
+        self,
+        prefill: asyncio.Task[None] | None,
+        decode: EngineSession,
+        reason: str,
+        stored_s: float = 0.0,
     ) -> None:
-        """End a DE's session after the PE's (None when no PE was ever told of it)."""
-        self._spawn(self._close_decode(prefill, decode, reason), decode)
+        """End a DE's session after the PE's (None when no PE was ever told of it), and after its
+        blocks were stored if that takes at most ``stored_s``."""
+        self._spawn(self._close_decode(prefill, decode, reason, stored_s), decode)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait for what is being closed, then give the rest up."""
@@ -66,10 +71,16 @@ class Closer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _close_decode(
-        self, prefill: asyncio.Task[None] | None, decode: EngineSession, reason: str
+        self,
+        prefill: asyncio.Task[None] | None,
+        decode: EngineSession,
+        reason: str,
+        stored_s: float,
     ) -> None:
         if prefill is not None:
             await asyncio.wait({prefill})
+        if stored_s:
+            await any_of(decode.durable, decode.member.over, timeout_s=stored_s)
         await self._close(decode, reason)
 
     async def _close(self, session: EngineSession, reason: str) -> None:

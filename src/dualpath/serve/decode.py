@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -15,9 +16,10 @@ from dualpath.serve.upstream import Upstream, events
 
 
 class Progress(Protocol):
-    """How far a client has been answered."""
+    """How far a client has been answered; see ``Turn``."""
 
     committed: bool
+    complete: bool
     reply: Reply
     tempo: Tempo
 
@@ -29,19 +31,16 @@ async def receive(
     upstream_id: str,
     context: AnswerContext,
     progress: Progress,
-) -> list[dict[str, Any]]:
-    """Ask the DE and stream its answer to the client, all but the end.
+) -> dict[str, Any] | None:
+    """Ask the DE and stream its answer to the client, all but the ``[DONE]``.
 
     Returns:
-        What is held back until the turn's blocks are durable: the last chunks, from the one that
-        finishes the last choice on, or the whole answer when it is not streamed.
+        The whole answer when it is not streamed: nothing of it has been sent.
 
     Raises:
         PassedThrough: the DE refused the request.
         EngineAnswer: the DE failed.
     """
-    held: list[dict[str, Any]] = []
-    finished = 0
     tempo = progress.tempo
     extra_usage = _wants_no_usage(context.call)
     if extra_usage:
@@ -52,7 +51,8 @@ async def receive(
         if not context.call.stream:
             whole = context.correct_whole(_whole(await response.read()))
             tempo.tokens = _tokens(whole)
-            return [whole]
+            return whole
+        ending = _Ending(context.call.choices)
         async for piece in events(response):
             ready: list[dict[str, Any]] = []
             for event in piece:
@@ -60,30 +60,55 @@ async def receive(
                 corrected = context.correct_event(event)
                 if corrected is None:
                     continue
-                choices = corrected.get("choices") or ()
                 tempo.event(corrected)
-                if not choices and (tokens := _tokens(corrected)) is not None:
+                if not corrected.get("choices") and (tokens := _tokens(corrected)) is not None:
                     tempo.tokens = tokens
                     if extra_usage:
-                        _without_usage(corrected, held)
+                        _without_usage(corrected, ending.chunks)
                         continue
-                finished += sum(choice.get("finish_reason") is not None for choice in choices)
-                (held if finished >= context.call.choices else ready).append(corrected)
+                if not ending.takes(corrected):
+                    ready.append(corrected)
             if ready:
                 progress.committed = True
                 await progress.reply.events(ready)
-    if not held:
+    if not ending.chunks:
         raise EngineAnswer("the engine's stream ended without a finish reason")
-    return held
+    await send_complete(ending.chunks, progress)
+    return None
 
 
-async def send_end(held: list[dict[str, Any]], context: AnswerContext, reply: Reply) -> None:
-    """Send what was held back."""
-    if not context.call.stream:
-        (answer,) = held
-        await reply.whole_json(200, answer)
-        return
-    await reply.end_stream(held)
+async def send_complete(chunks: list[dict[str, Any]], progress: Progress) -> None:
+    """Send the last chunks of a stream. They do not wait for the turn's blocks to be durable, only
+    ``[DONE]`` does: whoever reads the stream has its tokens when they are made."""
+    progress.committed = True
+    await progress.reply.events(chunks)
+    progress.complete = True
+
+
+async def send_end(whole: dict[str, Any] | None, reply: Reply) -> None:
+    """Send what waited for the end of the turn."""
+    if whole is None:
+        await reply.end_stream()
+    else:
+        await reply.whole_json(200, whole)
+
+
+@dataclass(slots=True)
+class _Ending:
+    """The last chunks, from the one that finishes the last choice on. They wait for the end of the
+    engine's stream, which follows at once: the usage may alter them."""
+
+    choices: int
+    finished: int = 0
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+
+    def takes(self, chunk: dict[str, Any]) -> bool:
+        ends = (choice.get("finish_reason") for choice in chunk.get("choices") or ())
+        self.finished += sum(end is not None for end in ends)
+        if self.finished >= self.choices:
+            self.chunks.append(chunk)
+            return True
+        return False
 
 
 def _wants_no_usage(call: Call) -> bool:

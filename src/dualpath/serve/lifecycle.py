@@ -56,7 +56,7 @@ async def answer(services: Services, turn: Turn) -> None:
             503, f"The request failed on its engines: {error}", headers={"retry-after": "1"}
         )
     except asyncio.CancelledError:
-        record.outcome = Outcome.CANCELLED.value
+        record.outcome = (Outcome.OK if turn.complete else Outcome.CANCELLED).value
         raise
     except Exception as error:  # a fault in the front must end this request only, and be seen
         logger.exception("request %s met a fault in the front", turn.rid, extra={"rid": turn.rid})

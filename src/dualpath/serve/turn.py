@@ -45,6 +45,8 @@ class Turn:
         deadline: loop time at which the request ends whatever happens.
         first: token 1, once the PE has sampled it for the client; a later try keeps it.
         committed: part of the DE's answer has been sent, so no other try is possible.
+        complete: every chunk of a stream has been sent, all but ``[DONE]``: a client that leaves
+            now has its answer, and the turn counts as done.
         tempo: when the answer's tokens came.
     """
 
@@ -58,6 +60,7 @@ class Turn:
     prompt_ids: list[int] = field(default_factory=list)
     first: FirstToken | None = None
     committed: bool = False
+    complete: bool = False
     tempo: Tempo = field(default_factory=Tempo)
 
     @property
