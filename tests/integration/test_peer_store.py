@@ -13,7 +13,7 @@ from dualpath.config import ConfigError
 from dualpath.lab.names import CNIC, LOOPBACK, SNIC, STORAGE, Net
 from dualpath.lab.network import check_machine, lab_network
 from dualpath.lab.peers import packages
-from dualpath.lab.peers.cluster import peer_store
+from dualpath.lab.peers.cluster import PeerPlan, peer_store
 from dualpath.lab.peers.commands import MASTER_PORT
 from dualpath.lab.peers.kinds import Peer
 from dualpath.lab.spec import LabSpec
@@ -46,7 +46,7 @@ async def test_a_node_reaches_the_store_over_its_snic_alone(tmp_path: Path) -> N
         pytest.skip(str(error))
     spec = LabSpec(model="org/model")
     with lab_network(spec, tmp_path / "run") as network:
-        async with peer_store(Peer.MOONCAKE_STORE, network, folder):
+        async with peer_store(PeerPlan(Peer.MOONCAKE_STORE, network, folder)):
             before = network.nic_bytes()
             master = f"{network.address(STORAGE, Net.STORAGE)}:{MASTER_PORT}"
             own = network.address("de0", Net.STORAGE)

@@ -7,18 +7,26 @@ import dataclasses
 import ipaddress
 import os
 import shutil
+import signal
+import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from lab_kit import model_folder
 
 from dualpath.cli.main import run
 from dualpath.config import ConfigError, Mode, Role, dump, parse_rate
-from dualpath.lab import glusterfs, links, names
+from dualpath.lab import glusterfs, inside, links, names
 from dualpath.lab.agreement import Flow, Snapshot, agreement
+from dualpath.lab.costs import Costs, simulated
 from dualpath.lab.counting import ClassBytes, NicBytes, parse_devices
 from dualpath.lab.describe import cluster_of
+from dualpath.lab.experiments import EXPERIMENTS
 from dualpath.lab.names import STORAGE, Host, Net
 from dualpath.lab.spec import LabSpec
+from dualpath.serve.modes import plan_for
+from dualpath.sim import predict
 
 pytestmark = pytest.mark.unit
 
@@ -154,6 +162,23 @@ def test_without_root_one_line_says_so(
         assert "needs root" in line
 
 
+@pytest.mark.parametrize("command", [["up"], ["run", "smoke"], ["run", "isolation"]])
+@pytest.mark.parametrize("option", ["--snic-mbit", "--cnic-mbit"])
+@pytest.mark.parametrize("value", ["0", "-5", "nan", "401"])
+def test_rates_that_no_nic_has_are_refused(
+    command: list[str], option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["lab", *command, f"{option}={value}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{option}: {value} Mbit/s; choose 1 to 400" in line
+
+
+def test_until_slo_is_for_agents_that_arrive(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["lab", "run", "smoke", "--until-slo"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --until-slo: ")
+
+
 def test_a_missing_tool_is_named_with_its_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,3 +259,51 @@ def test_bytes_that_took_another_way_are_seen() -> None:
     assert of(one_class) == (True, {Flow.READ: True, Flow.WRITTEN: True})
     # Too little to tell.
     assert of(totals(MB, 0, MB, 0)) == (True, fine)
+
+
+# ---- the ablation --------------------------------------------------------------------------------
+
+
+def test_each_step_of_the_ablation_adds_what_it_says(tmp_path: Path) -> None:
+    """By the scheduler itself, in the simulator: who reads, and how evenly."""
+    (case,) = EXPERIMENTS["ablation"].cases
+    lab = LabSpec(model_folder(tmp_path), prefill=case.prefill, decode=case.decode)
+    config = cluster_of(lab)
+    costs = Costs(prefill_tokens_per_s=5e3, decode_step_s=0.01, decode_step_per_request_s=0.002,
+                  decode_start_s=0.02, request_overhead_s=0.05, context_tokens=1536)  # fmt: skip
+    measured = costs.measured({node.name: 5.6e6 for node in config.nodes}, 48e6)
+    found = {
+        one.name: predict(config, measured, simulated(case.shape), mode=one.mode,
+                          policy=one.policy, agents=case.shape.agents)
+        for one in case.variants
+    }  # fmt: skip
+    assert list(found) == ["basic", "layerwise", "alternating", "dualpath"]
+    read = {name: one.to_json()["snic"] for name, one in found.items()}
+    whole = sum(read["basic"].values())
+    for name in ("basic", "layerwise"):
+        assert read[name] == {"pe0": whole, "de0": 0, "de1": 0}
+    # Every second request by its decode node, and every decode node in turn.
+    for node, share in (("pe0", 1 / 2), ("de0", 1 / 4), ("de1", 1 / 4)):
+        assert read["alternating"][node] == pytest.approx(share * whole, rel=0.15)
+    assert found["alternating"].snic_max_over_mean == pytest.approx(1.5, rel=0.1)
+    assert found["dualpath"].snic_max_over_mean < 1.1
+    jct_s = [one.jct.mean for one in found.values()]
+    assert jct_s[1] <= jct_s[0] and jct_s[2] < 0.6 * jct_s[1] and jct_s[3] < 0.9 * jct_s[2]
+    # What a mode means for a request: only basic moves a prompt's KV in one piece.
+    layerwise = {one.name: plan_for(one.mode, config).layerwise for one in case.variants}
+    assert layerwise == {"basic": False, "layerwise": True, "alternating": True, "dualpath": True}
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+
+def test_a_signal_reaches_only_the_process_that_is_meant() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert not inside.send(process.pid, signal.SIGKILL, lambda: False)
+            assert process.poll() is None
+            assert inside.send(process.pid, signal.SIGKILL, lambda: True)
+            assert process.wait(10) == -signal.SIGKILL
+        finally:
+            process.kill()
+    assert not inside.send(process.pid, signal.SIGKILL, lambda: True)  # gone

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +11,7 @@ import pytest
 from dualpath.config import Mode
 from dualpath.lab.experiments import ALL_MODES, EXPERIMENTS, Case, Shape
 from dualpath.lab.isolation import _Round, judge
-from dualpath.lab.summing import readers, summarise
+from dualpath.lab.summing import capacities, readers, summarise
 from dualpath.report.lab.bounds import (
     Balance,
     NodeSample,
@@ -25,20 +23,11 @@ from dualpath.report.lab.bounds import (
     rates,
 )
 from dualpath.report.lab.results import (
-    SAMPLES,
-    SUMMARY,
+    CaseSummary,
     Check,
-    IsolationResult,
     NodeBytes,
-    ResultError,
     RunResult,
-    Summary,
-    read,
-    read_samples,
-    write,
-    write_samples,
 )
-from dualpath.report.lab.sheet import lab_page
 from dualpath.workload import token_agents, trace_stats
 
 pytestmark = pytest.mark.unit
@@ -254,19 +243,46 @@ def test_oracle_is_the_measure_only_where_storage_is_not_the_limit() -> None:
     checks = {check.name: check for check in summarise(free, all_runs(), 0.95, EVEN, {}).checks}
     assert checks["oracle-ratio.dualpath"].value == pytest.approx(1 / 190)
     assert "busy-speedup.dualpath" not in checks
+    # Whether storage was the limit is looked at, too: these runs had reads waiting all the time.
+    assert checks["storage-busy.pe-only"].value == 1.0 and not checks["storage-busy.pe-only"].met
     assert all(
         "oracle-ratio" not in one.name for one in summarise(CASE, all_runs(), 0.95, EVEN, {}).checks
     )
 
 
-def test_a_run_that_failed_or_is_missing_is_named() -> None:
-    broken = msgspec.structs.replace(
-        all_runs()[0], figures={"jct_s": None, "failed": 2, "first_error": "engine lost"}
-    )
-    with pytest.raises(ValueError, match="1p1d/0-basic: engine lost"):
-        summarise(CASE, [broken], 0.95, EVEN, {})
-    with pytest.raises(ValueError, match="pe-only: no run"):
-        summarise(CASE, all_runs()[:1], 0.95, EVEN, {})
+def test_what_is_not_there_is_left_out() -> None:
+    found = summarise(CASE, all_runs()[1:3], 0.95, None, {})  # pe-only and dualpath, once
+    assert list(found.variants) == ["pe-only", "dualpath"]
+    assert found.speedup == {}  # basic, the first, has no run
+    checks = {check.name: check.value for check in found.checks}
+    assert checks["busy-speedup.dualpath"] == pytest.approx(1.9)
+
+
+def test_a_run_that_did_not_end_has_no_jct() -> None:
+    runs = all_runs()
+    at = next(index for index, one in enumerate(runs) if one.variant == "dualpath")
+    runs[at] = msgspec.structs.replace(runs[at], ended="1 of 3 agents finished")
+    found = summarise(CASE, runs, 0.95, EVEN, {"dualpath": 10.0})
+    dual = found.variants["dualpath"]
+    assert dual.jct_runs_s == [None, pytest.approx(10.526, rel=1e-3)] and dual.run.repeat == 1
+    assert dual.prediction is not None
+    assert dual.prediction.error == pytest.approx(10 / 10.526 - 1, rel=1e-3)
+
+
+def test_capacity_is_the_highest_rate_up_to_which_all_were_served() -> None:
+    def at(aps: float, **met: bool) -> CaseSummary:
+        case = dataclasses.replace(CASE, name=f"aps-{aps:g}", aps=aps)
+        runs = [
+            msgspec.structs.replace(one, figures={**one.figures, "slo": {"met": met[one.variant]}})
+            for one in all_runs()
+            if one.variant in met
+        ]
+        return summarise(case, runs, 0.95, None, {})
+
+    cases = [at(0.4, dualpath=True), at(0.1, basic=True, dualpath=True, split=False),
+             at(0.2, basic=False, dualpath=True, split=True)]  # fmt: skip
+    assert capacities(cases) == {"basic": 0.1, "dualpath": 0.4, "split": 0.0}
+    assert capacities([summarise(CASE, all_runs(), 0.95, EVEN, {})]) == {}
 
 
 def test_readers_are_the_nodes_of_the_sides_that_read() -> None:
@@ -287,90 +303,3 @@ def test_isolation_is_judged_by_each_round_itself() -> None:
     assert rate.value == 1.0 and rate.met
     assert p99.value == 1.0 and p99.met
     assert off.value == 1.0 and not off.met
-
-
-# ---- files and the page --------------------------------------------------------------------------
-
-
-def summary() -> Summary:
-    return Summary(
-        experiment="pd-ratio",
-        title="a <title>",
-        machine="2 CPU cores",
-        snic_bytes_per_s=6.25e6,
-        cnic_bytes_per_s=50e6,
-        tokens_equal=True,
-        first_difference="",
-        cases=[summarise(CASE, all_runs(), 0.95, EVEN, {"dualpath": 10.0})],
-    )
-
-
-def test_the_line_has_replays_keys_by_mode() -> None:
-    line = summary().to_json()
-    assert line["tokens_equal"] is True
-    for mode in ("basic", "pe-only", "dualpath", "split", "oracle"):
-        assert line[mode]["jct_s"] > 0 and "ttft_s" in line[mode] and "path" in line[mode]
-    checks = {check["name"]: check for check in line["cases"][0]["checks"]}
-    assert checks["busy-speedup.dualpath"]["met"] is True
-
-
-def test_the_page_is_one_file_with_everything(tmp_path: Path) -> None:
-    whole = summary()
-    write(tmp_path / SUMMARY, whole)
-    assert read(tmp_path / SUMMARY, Summary) == whole
-    for one in whole.cases[0].variants.values():
-        (tmp_path / one.run.folder).mkdir(parents=True)
-        write_samples(tmp_path / one.run.folder / SAMPLES, SAMPLES_BOTH)
-        assert read_samples(tmp_path / one.run.folder / SAMPLES) == SAMPLES_BOTH
-    text = lab_page(tmp_path)
-    assert "a &lt;title&gt;" in text
-    for heading in (
-        "How long agents take", "Storage NICs over time, 1p1d", "time to the first token goes",
-        "Who reads the stored KV", "The simulator against the measurement", "Targets", "Figures",
-    ):  # fmt: skip
-        assert heading in text
-    assert not re.search(r"(src|href)=\"(?!#)", text)
-
-
-def isolation(rate_target: float) -> Summary:
-    results = [
-        IsolationResult(name=name, ops=9, nbytes=8, bytes_per_s=rate, p50_s=0.1, p99_s=0.2,
-                        kv_bytes_per_s=0.0)
-        for name, rate in (("solo", 100.0), ("on", 99.0), ("off", 50.0))
-    ]  # fmt: skip
-    checks = [
-        Check(name="rate.on", value=0.99, target=rate_target),
-        Check(name="p99.on", value=1.0, target=2.0, at_most=True),
-    ]
-    return Summary(
-        experiment="isolation", title="classes", machine="", snic_bytes_per_s=1.0,
-        cnic_bytes_per_s=1.0, tokens_equal=None, first_difference="", cases=[],
-        isolation=results, isolation_checks=checks,
-    )  # fmt: skip
-
-
-def test_isolations_plots_show_the_targets_that_were_judged_by(tmp_path: Path) -> None:
-    plots = []
-    for target in (0.95, 0.95, 0.5):
-        write(tmp_path / SUMMARY, isolation(target))
-        found = re.search(r"<svg.*</svg>", lab_page(tmp_path), re.DOTALL)
-        assert found is not None
-        plots.append(found[0])
-    assert plots[0] == plots[1] != plots[2]
-    line = isolation(0.95).to_json()
-    assert line["tokens_equal"] is None  # nothing was generated
-    assert [check["met"] for check in line["isolation_checks"]] == [True, True]
-
-
-def test_samples_that_cannot_be_written_are_told_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file where a folder should be")
-    with pytest.raises(ResultError, match=r"run/samples.jsonl: cannot be written"):
-        write_samples(tmp_path / "run" / SAMPLES, SAMPLES_BOTH)
-
-
-def test_a_folder_without_results_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ResultError, match=r"summary.json: cannot be read"):
-        lab_page(tmp_path)
-    (tmp_path / SUMMARY).write_text("{}")
-    with pytest.raises(ResultError, match=r"not written by 'dualpath lab run'"):
-        lab_page(tmp_path)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from dualpath.lab.experiments import Case
+from dualpath.lab.gathering import REFERENCE
 from dualpath.lab.peers.kinds import Peer
 from dualpath.lab.peers.running import EXPERIMENT, with_peers
 from dualpath.lab.replaying import RunPlace
-from dualpath.lab.running import REFERENCE
 from dualpath.lab.summing import summarise
 from dualpath.report.lab.bounds import Balance, Busy
-from dualpath.report.lab.results import RUN, ResultError, RunResult, Summary, run_folder, write
+from dualpath.report.lab.results import RUN, RunResult, Summary, run_folder, write
 from dualpath.workload.records import RecordWriter, RequestRecord
 
 pytestmark = pytest.mark.unit
@@ -63,8 +63,8 @@ def test_peers_are_variants_of_the_same_case(summary: Summary, tmp_path: Path) -
     whole = with_peers(summary, CASE, tmp_path)
     (case,) = whole.cases
     assert list(case.variants) == ["pe-only", "dualpath", *(peer.value for peer in Peer)]
-    assert case.speedup["dualpath"] == pytest.approx(2 / (4 / 8 + 5 / 9))
-    assert case.speedup["nixl"] == pytest.approx(2 / (16 / 8 + 17 / 9))
+    assert case.speedup["dualpath"] == pytest.approx((8 / 4 + 9 / 5) / 2)
+    assert case.speedup["nixl"] == pytest.approx((8 / 16 + 9 / 17) / 2)
     assert case.speedup["pe-only"] == 1.0
     assert case.variants["mooncake-store"].jct_runs_s == [10.0, 11.0]
     assert case.checks == summary.cases[0].checks
@@ -81,7 +81,10 @@ def test_a_peers_wrong_token_is_told(summary: Summary, tmp_path: Path) -> None:
     assert "nixl 2/2" in whole.first_difference and "2 / 3" in whole.first_difference
 
 
-def test_a_peer_that_was_not_run_is_missed(summary: Summary, tmp_path: Path) -> None:
-    (RunPlace(CASE, Peer.MOONCAKE_STORE.value, 0, tmp_path).folder / RUN).unlink()
-    with pytest.raises(ResultError, match="0-mooncake-store"):
-        with_peers(summary, CASE, tmp_path)
+def test_a_peer_that_was_not_run_is_left_out(summary: Summary, tmp_path: Path) -> None:
+    for repeat in range(CASE.repeats):
+        (RunPlace(CASE, Peer.MOONCAKE_STORE.value, repeat, tmp_path).folder / RUN).unlink()
+    whole = with_peers(summary, CASE, tmp_path)
+    assert "mooncake-store" not in whole.cases[0].variants
+    assert whole.cases[0].variants["nixl"].tokens_equal is True
+    assert whole.tokens_equal is True

@@ -11,6 +11,7 @@ import typer
 import uvloop
 from rich.console import Console
 
+from dualpath.cli.common import bad_input
 from dualpath.cli.lab_run import lab_run_command
 from dualpath.cli.signals import say_stopping, until_stopped
 from dualpath.cli.starting import engine_progress
@@ -18,7 +19,7 @@ from dualpath.config import Mode
 from dualpath.engine import models
 from dualpath.lab import claim
 from dualpath.lab.cluster import lab_cluster
-from dualpath.lab.network import LabError, check_root, lab_network
+from dualpath.lab.network import FolderError, LabError, check_root, lab_network
 from dualpath.lab.removing import NotRemoved, remove_all
 from dualpath.lab.spec import LabSpec
 from dualpath.serve.supervise import StartFailed
@@ -50,15 +51,17 @@ def up_command(
     """Make the hosts and start the front and an engine on each. Ctrl-C, or 'dualpath lab down',
     stops and removes all of it."""
     console = Console(stderr=True)
+    spec = LabSpec(
+        model=model, prefill=prefill, decode=decode, snic_mbit=snic_mbit, cnic_mbit=cnic_mbit,
+        mode=mode, isolation=isolation,
+    )  # fmt: skip
     check_root()
     try:
-        spec = LabSpec(
-            model=model, prefill=prefill, decode=decode, snic_mbit=snic_mbit, cnic_mbit=cnic_mbit,
-            mode=mode, isolation=isolation,
-        )  # fmt: skip
         if engines and (bundled := models.bundled(model)) is not None:
             spec = dataclasses.replace(spec, model=str(models.ensure(bundled)))
         uvloop.run(_up(spec, run_dir, engines, console))
+    except FolderError as error:
+        bad_input(f"--run-dir: {error}")
     except (LabError, NotRemoved, StartFailed, models.ModelError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from None

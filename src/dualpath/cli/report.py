@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dualpath.cli.common import bad_input
+from dualpath.report.lab.markdown import lab_tables
 from dualpath.report.lab.results import ResultError
 from dualpath.report.lab.sheet import lab_page
 
@@ -17,8 +18,23 @@ def report_command(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page [DIR/report.html].")
     ] = None,
+    markdown: Annotated[
+        bool,
+        typer.Option(
+            "--markdown",
+            help="Print Markdown tables instead, of DIR's experiment or of all in DIR's folders.",
+        ),
+    ] = False,
 ) -> None:
     """Write one self-contained HTML page: times, NIC use, paths, simulator against measurement."""
+    if markdown:
+        if out is not None:
+            bad_input("--out: --markdown prints; name a file with one of the two left out")
+        try:
+            typer.echo(lab_tables(folder), nl=False)
+        except ResultError as error:
+            bad_input(str(error))
+        return
     target = out or folder / "report.html"
     try:
         text = lab_page(folder)

@@ -8,19 +8,25 @@ removed is still claimed.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import struct
 import time
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from dualpath.config import ConfigError
 from dualpath.lab import names
+from dualpath.lab.inside import send
 from dualpath.lab.removing import has_ended
 
 _NAME: Final = f"\0{names.PREFIX}"
-_BACKLOG: Final = 128
+_SHOWN_NAME: Final = f"@{names.PREFIX}"
+_INODE, _PATH = 6, 7
+"""Columns of /proc/net/unix."""
+_BACKLOG: Final = 4096
+"""Nobody accepts those that ask who has it: they stay in the queue."""
 _STEP_S: Final = 0.1
 _STOP_S: Final = 90.0
 """Engines and front drain, then the keeper removes."""
@@ -94,11 +100,10 @@ def end() -> bool:
     """
     if not is_claimed():
         return False
-    pid = holder()
     for number, limit_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _REMOVE_S)):
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        pid = holder()
+        if pid is not None:
+            send(pid, number, partial(_holds, pid))
         deadline_s = time.monotonic() + limit_s
         while is_claimed():
             if time.monotonic() >= deadline_s:
@@ -107,3 +112,21 @@ def end() -> bool:
         else:
             return True
     raise LabStays(f"the lab of process {pid} is still there after it was killed")
+
+
+def _holds(pid: int) -> bool:
+    """Whether a process has the claim open: one that got the number of a dead one has not."""
+    inodes = set()
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        fields = line.split()
+        if len(fields) > _PATH and fields[_PATH] == _SHOWN_NAME:
+            inodes.add(f"socket:[{fields[_INODE]}]")
+    try:
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False  # ended meanwhile
+    for entry in entries:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(entry.readlink()) in inodes:
+                return True
+    return False

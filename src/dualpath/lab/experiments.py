@@ -16,6 +16,9 @@ from typing import Final
 from dualpath.config import Mode
 from dualpath.workload.trace import Round, Trajectory
 
+RUN_LIMIT_S: Final = 900.0
+"""Most time for a run's agents once they have all come. Runs take a minute."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -129,6 +132,12 @@ class Case:
         """The variants in the order of a repeat: what else the machine does meets all alike."""
         return self.variants if repeat % 2 == 0 else self.variants[::-1]
 
+    @property
+    def limit_s(self) -> float:
+        """Most time of a run, after which it is stopped: a rate of arrivals that cannot be served
+        has no end of its own. Arrivals come late by chance, hence twice their time."""
+        return RUN_LIMIT_S + (2 * self.shape.agents / self.aps if self.aps is not None else 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
@@ -138,7 +147,6 @@ class Experiment:
         name: on the command line.
         title: for people.
         cases: in order; those of one cluster stand together, so that it is started once.
-        reference: whether one plain vLLM answers each trace too.
         snic_mbit, cnic_mbit: rates of a node's NICs unless told otherwise: one to eight, as a node
             of eight GPUs with a NIC each has it.
     """
@@ -146,7 +154,6 @@ class Experiment:
     name: str
     title: str
     cases: tuple[Case, ...]
-    reference: bool = True
     snic_mbit: float = 50.0
     cnic_mbit: float = 400.0
 
@@ -170,7 +177,9 @@ ALL_MODES: Final = (BASIC, PE_ONLY, DUALPATH, SPLIT, ORACLE)
 ABLATION: Final = (
     BASIC,
     Variant("layerwise", Mode.PE_ONLY, "basic"),
-    Variant("alternating", Mode.DUALPATH, "round_robin"),
+    # Engines in turn and paths in turn. A node of the lab has one engine, so that each needs a turn
+    # of its own: else one of two decode nodes would read and the other not.
+    Variant("alternating", Mode.DUALPATH, "round_robin/round_robin/alternating_by_node"),
     DUALPATH,
 )
 """Each adds one thing to the one before: layer by layer, the second path, the scheduler."""
@@ -236,8 +245,9 @@ EXPERIMENTS: Final[Mapping[str, Experiment]] = MappingProxyType(
                         "1p1d",
                         1,
                         1,
+                        # Reading 4 MB takes 0.1 s of such a NIC, and 128 steps take seconds.
                         Shape(
-                            agents=2, context_tokens=1024, turns=3, append_tokens=16, gen_tokens=64
+                            agents=2, context_tokens=1024, turns=3, append_tokens=16, gen_tokens=128
                         ),
                         (PE_ONLY, DUALPATH, ORACLE),
                         storage_limits=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,6 +90,40 @@ def processes(namespace: str) -> list[int]:
             if (info.st_dev, info.st_ino) == (wanted.st_dev, wanted.st_ino):
                 found.append(int(folder.name))
     return found
+
+
+def is_inside(pid: int, namespace: str) -> bool:
+    """Whether a process's network is that namespace; not when either is gone."""
+    try:
+        ours, its = (NETNS_DIR / namespace).stat(), Path(f"/proc/{pid}/ns/net").stat()
+    except OSError:
+        return False
+    return (ours.st_dev, ours.st_ino) == (its.st_dev, its.st_ino)
+
+
+def send(pid: int, number: signal.Signals, is_meant: Callable[[], bool]) -> bool:
+    """Send a signal to a process if, once it is held, it is still the one that is meant: a number
+    may have gone to another process since it was looked up.
+
+    Args:
+        is_meant: looks at the process again.
+
+    Returns:
+        Whether it was sent.
+    """
+    try:
+        held = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not is_meant():
+            return False
+        signal.pidfd_send_signal(held, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(held)
+    return True
 
 
 def stat_fields(pid: int) -> list[str] | None:

@@ -22,8 +22,10 @@ from typing import Any, Final
 
 from dualpath.config import dump
 from dualpath.lab.describe import cluster_of
+from dualpath.lab.experiments import ISOLATION, Experiment
 from dualpath.lab.names import CNIC
 from dualpath.lab.network import LabError, LabNetwork, lab_network
+from dualpath.lab.running import claim_folder
 from dualpath.lab.spec import LabSpec
 from dualpath.report.lab.results import SUMMARY, Check, IsolationResult, Summary, write
 from dualpath.workload.measure import rank
@@ -39,6 +41,8 @@ _ROUND_S: Final = 10.0
 _SETTLE_S: Final = 1.0
 _ANSWER_S: Final = 120.0
 """torch takes half a minute to import on a busy machine."""
+_END_S: Final = 20.0
+_TITLE: Final = "Traffic classes on the compute network"
 _UNCLASSED_PORTS: Final = "21504-21535"
 _MASTER_PORT: Final = 29500
 _NAMES: Final = ("solo", "on", "off")
@@ -48,7 +52,7 @@ _BITS: Final = 8
 async def run_isolation(
     spec: LabSpec, root: Path, repeats: int | None, say: Callable[[str], None]
 ) -> Summary:
-    """Run it and write its summary.
+    """Run it and write its summary, anew after every round.
 
     Args:
         repeats: rounds of each; the experiment's own when None.
@@ -57,9 +61,10 @@ async def run_isolation(
     Raises:
         ConfigError: no lab can be made here.
         LabError: something failed.
-        ResultError: ``root`` cannot be used.
+        ResultError: ``root`` holds another experiment, or cannot be used.
     """
     spec = dataclasses.replace(spec, prefill=1, decode=1, isolation=True)
+    claim_folder(Experiment(ISOLATION, _TITLE, ()), spec, root)
     rounds: dict[str, list[_Round]] = {name: [] for name in _NAMES}
     with contextlib.ExitStack() as stack:
         say("isolation: two nodes ...")
@@ -75,21 +80,25 @@ async def run_isolation(
                     for name in _NAMES
                 )
                 say(f"isolation {repeat + 1}/{repeats or REPEATS}: {shown}")
-    results = [_result(name, rounds[name]) for name in _NAMES]
-    summary = Summary(
-        experiment="isolation",
-        title="Traffic classes on the compute network",
+                # Every time: whatever ends the experiment, what was measured is there.
+                summary = _summary(rounds, spec)
+                write(root / SUMMARY, summary)
+    return summary
+
+
+def _summary(rounds: dict[str, list[_Round]], spec: LabSpec) -> Summary:
+    return Summary(
+        experiment=ISOLATION,
+        title=_TITLE,
         machine=f"{os.cpu_count()} CPU cores",
         snic_bytes_per_s=spec.snic_bytes_per_s,
         cnic_bytes_per_s=spec.cnic_bytes_per_s,
         tokens_equal=None,
         first_difference="",
         cases=[],
-        isolation=results,
+        isolation=[_result(name, rounds[name]) for name in _NAMES],
         isolation_checks=judge(rounds),
     )
-    write(root / SUMMARY, summary)
-    return summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +185,9 @@ class _Program:
         """Whatever it does."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await self._process.wait()
+        with contextlib.suppress(TimeoutError):  # the keeper of the lab kills what is left
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
 
 
 class _Traffic:

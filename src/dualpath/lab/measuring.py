@@ -15,7 +15,15 @@ from dualpath.lab.agreement import Agreement, Snapshot, agreement, snapshot
 from dualpath.lab.cluster import Lab
 from dualpath.lab.costs import Costs, Probes, costs_from
 from dualpath.lab.experiments import Case, Shape
-from dualpath.lab.replaying import Replaying, RunFailed, RunPlace, replayed
+from dualpath.lab.network import LabError
+from dualpath.lab.replaying import (
+    Replaying,
+    RunFailed,
+    RunPlace,
+    not_ended,
+    replayed,
+    replayed_for,
+)
 from dualpath.lab.sampling import carried, sampled
 from dualpath.lab.summing import readers
 from dualpath.report.lab.bounds import Sample, busy, max_over_mean
@@ -26,6 +34,7 @@ from dualpath.workload.client import Endpoint
 FILLING_MODE = Mode.DUALPATH
 """The warm-up's, for all variants: what is stored is the same in every mode, and oracle stores
 nothing."""
+_METRICS = "/metrics"
 _METRICS_S = 10.0
 _PHASE = "dualpath_phase_seconds"
 _NO_SUCH_BYTES = 1e3
@@ -34,6 +43,9 @@ _NO_SUCH_BYTES = 1e3
 
 async def measure(lab: Lab, place: RunPlace, replaying: Replaying) -> RunResult:
     """Run it and write its files.
+
+    Where agents arrive one by one, a run whose agents did not all finish is a result, too: they
+    came faster than they could be served.
 
     Raises:
         RunFailed: see there.
@@ -49,8 +61,11 @@ async def measure(lab: Lab, place: RunPlace, replaying: Replaying) -> RunResult:
         url=lab.front_url, api_key=lab.admin_key, seed=case.seed, aps=case.aps, out=place.folder
     )
     before = await _Counted.of(lab)
+    replays = replayed if case.aps is None else replayed_for
     async with sampled(lab) as samples:
-        result = await replayed(case.shape.measured(), case.seed, options, place.title, replaying)
+        result = await replays(
+            case.shape.measured(), case.seed, options, place.title, replaying, case.limit_s
+        )
     await lab.drained()
     after = await _Counted.of(lab)
     token_bytes = (await lab.state())["kv"]["token_bytes"]
@@ -106,8 +121,11 @@ class _Counted:
 
     @classmethod
     async def of(cls, lab: Lab) -> _Counted:
+        """Raises LabError or RequestFailed: the front does not tell."""
         async with Endpoint(lab.front_url, lab.admin_key) as endpoint:
-            _, text = await endpoint.get("/metrics", _METRICS_S)
+            status, text = await endpoint.get(_METRICS, _METRICS_S)
+        if status != 200:
+            raise LabError(f"{lab.front_url}{_METRICS} answers HTTP {status}: {text[:200]!r}")
         return cls(_phases(text.decode()), lab.network.cpu_seconds(), await snapshot(lab))
 
 
@@ -152,6 +170,7 @@ def _result(
         loopback_bytes=max(found.loopback_bytes.values()),
         ttft_split_s=_means(before.phases_s, after.phases_s),
         cpu_s={name: after.cpu_s[name] - before.cpu_s.get(name, 0.0) for name in after.cpu_s},
+        ended=not_ended(result, case.limit_s),
     )
 
 
@@ -161,13 +180,13 @@ def _error(found: Agreement) -> float | None:
 
 
 def _first_end_s(result: ReplayResult) -> float:
-    """When the first agent was over."""
+    """When the first agent was over; 0 when none was answered."""
     ends: dict[int, float] = {}
     for record in result.records:
         ends[record.agent] = max(
             ends.get(record.agent, 0.0), record.start_s + (record.total_s or 0.0)
         )
-    return min(ends.values())
+    return min(ends.values(), default=0.0)
 
 
 def _means(

@@ -41,6 +41,10 @@ class LabError(RuntimeError):
     """The lab did not come up, or broke; one line says where to look."""
 
 
+class FolderError(ConfigError):
+    """The folder for logs cannot be used; which option named it, the command knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class LabNetwork:
     """Hosts that can be used until the end of ``lab_network``'s block.
@@ -131,6 +135,7 @@ def lab_network(spec: LabSpec, run_dir: Path, say: Say | None = None) -> Iterato
 
     Raises:
         ConfigError: this machine cannot have a lab, or has one already.
+        FolderError: ``run_dir`` cannot be used.
         LabError: something of it could not be made.
         NotRemoved: something is left at the end.
     """
@@ -140,7 +145,7 @@ def lab_network(spec: LabSpec, run_dir: Path, say: Say | None = None) -> Iterato
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--run-dir: {run_dir} cannot be used: {error.strerror}") from None
+        raise FolderError(f"{run_dir} cannot be used: {error.strerror}") from None
     config = cluster_of(spec)
     with _kept():
         remove_all()  # of a lab whose keeper was killed, too
@@ -268,10 +273,10 @@ def _log(run_dir: Path, host: str, what: str) -> Path:
         log.parent.mkdir(exist_ok=True)
         log.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"--run-dir: {log} cannot be written: {error.strerror}") from None
+        raise FolderError(f"{log} cannot be written: {error.strerror}") from None
     return log
 
 
 __all__ = [
-    "LabError", "LabNetwork", "check_machine", "check_root", "lab_network",
+    "FolderError", "LabError", "LabNetwork", "check_machine", "check_root", "lab_network",
 ]  # fmt: skip

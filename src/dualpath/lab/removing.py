@@ -4,15 +4,15 @@ what does: it also runs in the keeper, which stays beside every lab."""
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from dualpath.lab import names
-from dualpath.lab.inside import NETNS_DIR, processes, stat_fields
+from dualpath.lab.inside import NETNS_DIR, is_inside, processes, send, stat_fields
 from dualpath.transfer.qos.system import ThisMachine, ToolFailed
 
 _KILL_S: Final = 20.0
@@ -72,12 +72,14 @@ def _device() -> Path:
 def _kill() -> list[str]:
     deadline_s = time.monotonic() + _KILL_S
     killed: set[int] = set()
-    while pids := [pid for name in _namespaces() for pid in processes(name) if not has_ended(pid)]:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed.update(pids)
+    while found := [
+        (pid, name) for name in _namespaces() for pid in processes(name) if not has_ended(pid)
+    ]:
+        for pid, name in found:
+            if send(pid, signal.SIGKILL, partial(is_inside, pid, name)):
+                killed.add(pid)
         if time.monotonic() >= deadline_s:
+            pids = ", ".join(str(pid) for pid, _ in found)
             raise NotRemoved(f"processes {pids} were killed and are still there")
         time.sleep(_STEP_S)
     return [f"{len(killed)} processes"] if killed else []

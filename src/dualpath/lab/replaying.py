@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualpath.lab.experiments import Case
-from dualpath.report.lab.results import run_folder
+from dualpath.lab.experiments import RUN_LIMIT_S, Case
+from dualpath.report.lab.results import ResultError, run_folder
 from dualpath.workload import (
     Progress,
     ReplayOptions,
@@ -17,6 +18,7 @@ from dualpath.workload import (
     replay,
     token_agents,
 )
+from dualpath.workload.records import RecordError
 
 Replaying = Callable[[str], AbstractContextManager[Callable[[Progress], None]]]
 """Shows a replay under its title while it goes on."""
@@ -57,16 +59,56 @@ async def replayed(
     options: ReplayOptions,
     title: str,
     replaying: Replaying,
+    limit_s: float = RUN_LIMIT_S,
 ) -> ReplayResult:
     """Replay agents of random tokens to their end.
+
+    Args:
+        limit_s: most time, after which they are stopped.
 
     Raises:
         RunFailed: not all of them finished.
         RequestFailed: the endpoint could not be used.
+        ResultError: ``options.out`` could not be written.
+    """
+    result = await replayed_for(trajectories, seed, options, title, replaying, limit_s)
+    if why := not_ended(result, limit_s):
+        raise RunFailed(f"{title}: {why}")
+    return result
+
+
+async def replayed_for(
+    trajectories: Sequence[Trajectory],
+    seed: int,
+    options: ReplayOptions,
+    title: str,
+    replaying: Replaying,
+    limit_s: float,
+) -> ReplayResult:
+    """The same for ``limit_s`` at most, whether all agents finish or not.
+
+    Raises:
+        RequestFailed: the endpoint could not be used.
+        ResultError: ``options.out`` could not be written.
     """
     agents = token_agents(trajectories, len(trajectories), seed)
-    with replaying(title) as progress:
-        result = await replay(agents, options, progress=progress)
-    if not result.ok or result.figures.failed:
-        raise RunFailed(f"{title}: {result.figures.first_error or 'not all agents finished'}")
-    return result
+    stop = asyncio.Event()
+    clock = asyncio.get_running_loop().call_later(limit_s, stop.set)
+    try:
+        with replaying(title) as progress:
+            return await replay(agents, options, progress=progress, stop=stop)
+    except RecordError as error:
+        raise ResultError(str(error)) from None
+    finally:
+        clock.cancel()
+
+
+def not_ended(result: ReplayResult, limit_s: float) -> str:
+    """Why not all agents finished; empty when they did."""
+    figures = result.figures
+    if result.ok and not figures.failed:
+        return ""
+    done = f"{figures.agents_done} of {figures.agents} agents finished"
+    if figures.first_error:
+        return f"{done}: {figures.first_error}"
+    return f"{done} within {limit_s:g} s"

@@ -1,84 +1,156 @@
 """Runs an experiment: one cluster after the other, every run that is not there yet.
 
-DIR/experiment.json                what DIR is of; another experiment does not get in
-DIR/CASE/reference/requests.jsonl  the plain vLLM's answers
+DIR/experiment.json  what DIR is of; another experiment does not get in
+DIR/summary.json     written anew after every run
+
+What fails is told and put into the summary, and the rest is run: hours of measurements do not end
+with one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 from dualpath.config import ClusterConfig, Mode
-from dualpath.lab.cluster import lab_cluster
-from dualpath.lab.costs import Costs
+from dualpath.lab.cluster import Lab, lab_cluster
 from dualpath.lab.describe import cluster_of
 from dualpath.lab.experiments import Case, Experiment
+from dualpath.lab.gathering import REFERENCE, costs_file, gathered, places_of
 from dualpath.lab.measuring import measure, probe
+from dualpath.lab.network import LabError
 from dualpath.lab.plain import plain_vllm
-from dualpath.lab.predicting import balance_of, predictions
-from dualpath.lab.replaying import Replaying, RunPlace
+from dualpath.lab.replaying import Replaying, RunFailed, RunPlace, replayed
 from dualpath.lab.spec import LabSpec
-from dualpath.lab.summing import summarise
-from dualpath.report.lab.results import RUN, SUMMARY, ResultError, RunResult, Summary, read, write
-from dualpath.serve.supervise import Listener
-from dualpath.workload import ReplayOptions, compare, read_records, replay, token_agents
-from dualpath.workload.records import FILE_NAME
+from dualpath.report.lab.results import (
+    RUN,
+    SUMMARY,
+    Failure,
+    ResultError,
+    RunResult,
+    Summary,
+    read,
+    write,
+)
+from dualpath.serve.ports import NoFreePort
+from dualpath.serve.supervise import Listener, StartFailed
+from dualpath.workload import ReplayOptions, RequestFailed
 
 EXPERIMENT: Final = "experiment.json"
-REFERENCE: Final = "reference"
 _RUN_DIR: Final = "run"
+FAILURES: Final = (LabError, StartFailed, RunFailed, RequestFailed, NoFreePort)
+"""What ends a run or a cluster and not the experiment."""
 
 Starting = Callable[[str], AbstractContextManager[tuple[Listener, Callable[[], None]]]]
+C = TypeVar("C")
+
+
+def _unheard(text: str) -> None:
+    del text
 
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Tells what goes on: engines that start, agents under way."""
+    """Tells what goes on: engines that start, agents under way, what failed."""
 
     starting: Starting
     replaying: Replaying
+    say: Callable[[str], None] = _unheard
 
 
-async def run_experiment(experiment: Experiment, spec: LabSpec, root: Path, show: Show) -> Summary:
+@dataclass(slots=True)
+class Book:
+    """What is to be said of an experiment beside its runs. Whatever is added is told, and the
+    summary written anew.
+
+    Attributes:
+        root: the experiment's folder.
+        summarise: makes the summary of what is there.
+        say: tells a person.
+    """
+
+    root: Path
+    summarise: Callable[[Sequence[Failure], Sequence[str]], Summary]
+    say: Callable[[str], None]
+    _failures: list[Failure] = field(default_factory=list)
+    _skipped: list[str] = field(default_factory=list)
+
+    def failed(self, where: str, error: Exception) -> None:
+        """A run or another step did."""
+        failure = Failure(where=where, what=" ".join(str(error).split()))
+        self._failures.append(failure)
+        self.say(f"failed: {failure}")
+        self.save()
+
+    def skipped(self, where: str, why: str) -> None:
+        """A run is left out on purpose."""
+        self._skipped.append(f"{where}: {why}")
+        self.say(f"left out: {where}: {why}")
+        self.save()
+
+    def save(self) -> Summary:
+        """The summary of what is there now.
+
+        Raises:
+            ResultError: it cannot be made or written.
+        """
+        summary = self.summarise(self._failures, self._skipped)
+        write(self.root / SUMMARY, summary)
+        return summary
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[C]):
+    """Something to do on a cluster, called ``title``."""
+
+    title: str
+    do: Callable[[C], Awaitable[object]]
+
+
+async def run_experiment(
+    experiment: Experiment, spec: LabSpec, root: Path, show: Show, *, until_slo: bool = False
+) -> Summary:
     """Run what is missing in ``root`` and write its summary.
 
     Args:
         spec: model and rates; numbers of nodes are the cases' own.
+        until_slo: leave a variant out at rates of arrivals above one at which it missed the limits
+            on TTFT or TPOT.
 
     Raises:
         ResultError: ``root`` holds another experiment, or cannot be used.
         ConfigError: no lab can be made here.
-        LabError, StartFailed, RunFailed, RequestFailed: something failed; what was run stays.
+        NotRemoved: a lab is left over; what was run stays.
+        NoEngine: there is no vLLM.
     """
-    _claim(root, experiment, spec)
-    over: list[Case] = []
+    claim_folder(experiment, spec, root)
+    book = Book(root, partial(gathered, experiment, spec, root), show.say)
     for (prefill, decode), group in groupby(
         experiment.cases, lambda one: (one.prefill, one.decode)
     ):
         cases = list(group)
         wanted = dataclasses.replace(spec, prefill=prefill, decode=decode, mode=Mode.DUALPATH)
-        await _measure(cases, wanted, root, show)
-        if experiment.reference:
-            await _reference(cases, cluster_of(wanted), root, show)
-        over += cases
-        # After every cluster: what is over can be looked at while the rest runs.
-        summary = _summary(dataclasses.replace(experiment, cases=tuple(over)), spec, root)
-        write(root / SUMMARY, summary)
-    return summary
+        await _measure(cases, wanted, book, show, until_slo)
+        await _reference(cases, cluster_of(wanted), book, show)
+    return book.save()
 
 
-def _claim(root: Path, experiment: Experiment, spec: LabSpec) -> None:
-    """Only one experiment lives in a folder; more repeats of it may come in later."""
+def claim_folder(experiment: Experiment, spec: LabSpec, root: Path) -> None:
+    """Only one experiment lives in a folder; more repeats of it may come in later.
+
+    Raises:
+        ResultError: another one does, or the folder cannot be used.
+    """
     once = dataclasses.asdict(experiment.with_repeats(1))
     text = msgspec.json.encode({"experiment": once, "lab": dataclasses.asdict(spec)})
     described: dict[str, Any] = msgspec.json.decode(text)  # as it will be read
@@ -89,93 +161,118 @@ def _claim(root: Path, experiment: Experiment, spec: LabSpec) -> None:
         raise ResultError(f"{path}: is of another experiment or lab; name another folder")
 
 
-def _places(case: Case, root: Path) -> list[RunPlace]:
-    return [
-        RunPlace(case, variant.name, repeat, root)
-        for repeat in range(case.repeats)
-        for variant in case.order(repeat)
-    ]
+async def do_all(
+    steps: Iterable[Step[C]],
+    title: str,
+    cluster: Callable[[], AbstractAsyncContextManager[C]],
+    book: Book,
+) -> None:
+    """Do every step on a cluster. One that fails is put into the book, and the next one gets a new
+    cluster: what the failed one left under way must not meet it. A cluster that does not start
+    ends this, because the next one would not either."""
+    left = deque(steps)
+    while left:
+        started = False
+        try:
+            async with cluster() as running:
+                started = True
+                while left:
+                    step = left.popleft()
+                    try:
+                        await step.do(running)
+                    except FAILURES as error:
+                        book.failed(step.title, error)
+                        break
+                    book.save()
+        except FAILURES as error:
+            book.failed(title, error)
+            if not started:
+                return
 
 
-def _missing(cases: Sequence[Case], root: Path) -> list[RunPlace]:
+def missing(cases: Iterable[Case], root: Path) -> list[RunPlace]:
     """Runs that are not there, in the order in which they are run."""
-    places = (place for case in cases for place in _places(case, root))
+    places = (place for case in cases for place in places_of(case, root))
     return [place for place in places if not (place.folder / RUN).exists()]
 
 
-def _costs_file(spec: LabSpec, root: Path) -> Path:
-    return root / f"costs-{spec.prefill}p{spec.decode}d.json"
+async def _measure(
+    cases: Sequence[Case], spec: LabSpec, book: Book, show: Show, until_slo: bool
+) -> None:
+    root, costs_path = book.root, costs_file(spec, book.root)
+    name = f"{spec.prefill}p{spec.decode}d"
 
-
-async def _measure(cases: Sequence[Case], spec: LabSpec, root: Path, show: Show) -> None:
-    missing = _missing(cases, root)
-    if not missing and _costs_file(spec, root).exists():
-        return
-    title = f"{spec.prefill} prefill and {spec.decode} decode nodes"
-    with show.starting(title) as (listen, settled):
-        run_dir = root / _RUN_DIR / f"{spec.prefill}p{spec.decode}d"
-        async with lab_cluster(spec, run_dir, listen) as lab:
-            settled()
-            for place in missing:
+    def step(place: RunPlace) -> Step[Lab]:
+        async def run(lab: Lab) -> None:
+            if until_slo and (why := _over_slo(place, cases)):
+                book.skipped(place.title, why)
+            else:
                 await measure(lab, place, show.replaying)
-            if not _costs_file(spec, root).exists():
-                costs = await probe(lab, cases[0], root / "probes" / run_dir.name, show.replaying)
-                write(_costs_file(spec, root), costs)
+
+        return Step(place.title, run)
+
+    async def costs(lab: Lab) -> None:
+        write(costs_path, await probe(lab, cases[0], root / "probes" / name, show.replaying))
+
+    steps = [step(place) for place in missing(cases, root)]
+    if not costs_path.exists():
+        steps.append(Step(f"{name}: probes for the simulator", costs))
+    title = f"{spec.prefill} prefill and {spec.decode} decode nodes"
+
+    @asynccontextmanager
+    async def cluster() -> AsyncIterator[Lab]:
+        with show.starting(title) as (listen, settled):
+            async with lab_cluster(spec, root / _RUN_DIR / name, listen) as lab:
+                settled()
+                yield lab
+
+    await do_all(steps, title, cluster, book)
 
 
-async def _reference(cases: Sequence[Case], config: ClusterConfig, root: Path, show: Show) -> None:
-    missing = [case for case in cases if not (root / case.name / REFERENCE).exists()]
-    if not missing:
-        return
-    log = root / _RUN_DIR / "plain.log"
-    with show.starting("plain vLLM") as (listen, settled):
-        async with plain_vllm(config, log, listen) as url:
-            settled()
-            for case in missing:
-                # Under its name only when it is whole.
-                part = root / case.name / f"{REFERENCE}.part"
-                shutil.rmtree(part, ignore_errors=True)
-                agents = token_agents(case.shape.measured(), case.shape.agents, case.seed)
-                with show.replaying(f"{case.name} plain vLLM") as progress:
-                    result = await replay(agents, ReplayOptions(url, out=part), progress=progress)
-                if not result.ok:
-                    raise ResultError(f"{part / FILE_NAME}: {result.figures.first_error}")
-                part.rename(root / case.name / REFERENCE)
+def _over_slo(place: RunPlace, cases: Sequence[Case]) -> str:
+    """At which lower rate of arrivals the variant missed the limits, in words; empty when at
+    none."""
+    aps = place.case.aps
+    for case in cases:
+        if aps is None or case.aps is None or case.aps >= aps:
+            continue
+        path = dataclasses.replace(place, case=case).folder / RUN
+        if path.exists() and not read(path, RunResult).slo_met:
+            return f"{place.variant} missed the limits on TTFT or TPOT at {case.aps:g} agents/s"
+    return ""
 
 
-def _summary(experiment: Experiment, spec: LabSpec, root: Path) -> Summary:
-    cases, differences = [], []
-    for case in experiment.cases:
-        of_case = dataclasses.replace(spec, prefill=case.prefill, decode=case.decode)
-        config = cluster_of(of_case)
-        places = _places(case, root)
-        runs = [read(place.folder / RUN, RunResult) for place in places]
-        differences += _differences(case, places, root, experiment.reference)
-        costs = read(_costs_file(of_case, root), Costs)
-        guesses = predictions(case, config, costs, runs, spec.cnic_bytes_per_s)
-        hit_ratio = case.shape.hit_ratio(config.engine.block_tokens)
-        balance = balance_of(case, config, costs, spec.snic_bytes_per_s)
-        cases.append(summarise(case, runs, hit_ratio, balance, guesses))
-    return Summary(
-        experiment=experiment.name,
-        title=experiment.title,
-        machine=f"{os.cpu_count()} CPU cores",
-        snic_bytes_per_s=spec.snic_bytes_per_s,
-        cnic_bytes_per_s=spec.cnic_bytes_per_s,
-        tokens_equal=not differences,
-        first_difference=differences[0] if differences else "",
-        cases=cases,
-    )
+async def _reference(cases: Sequence[Case], config: ClusterConfig, book: Book, show: Show) -> None:
+    """The plain vLLM's answers to every case that has runs."""
+    root = book.root
+
+    def step(case: Case) -> Step[str]:
+        title = f"{case.name} plain vLLM"
+
+        async def run(url: str) -> None:
+            # Under its name only when it is whole.
+            part = root / case.name / f"{REFERENCE}.part"
+            shutil.rmtree(part, ignore_errors=True)
+            options = ReplayOptions(url, out=part)
+            await replayed(case.shape.measured(), case.seed, options, title, show.replaying)
+            part.rename(root / case.name / REFERENCE)
+
+        return Step(title, run)
+
+    @asynccontextmanager
+    async def cluster() -> AsyncIterator[str]:
+        with show.starting("plain vLLM") as (listen, settled):
+            async with plain_vllm(config, root / _RUN_DIR / "plain.log", listen) as url:
+                settled()
+                yield url
+
+    wanted = [
+        case
+        for case in cases
+        if not (root / case.name / REFERENCE).exists() and _has_runs(case, root)
+    ]
+    await do_all([step(case) for case in wanted], "plain vLLM", cluster, book)
 
 
-def _differences(case: Case, places: Sequence[RunPlace], root: Path, reference: bool) -> list[str]:
-    """Of every run's tokens from the plain vLLM's, or from the first run's; oracle's mean
-    nothing."""
-    meant = [place for place in places if case.variant(place.variant).mode is not Mode.ORACLE]
-    right = root / case.name / REFERENCE if reference else meant[0].folder
-    found = []
-    for place in meant:
-        verdict = compare(list(read_records(right)), list(read_records(place.folder)))
-        if not verdict.equal:
-            found.append(f"{place.title}: {verdict.first or 'nothing to compare'}")
-    return found
+def _has_runs(case: Case, root: Path) -> bool:
+    return any((place.folder / RUN).exists() for place in places_of(case, root))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from dualpath.config import Mode
 from dualpath.lab.agreement import MIN_BYTES, TOLERANCE
@@ -16,6 +18,8 @@ MAX_OVER_MEAN = 1.10
 TPOT_RATIO = 1.10
 PREDICTION_ERROR = 0.15
 ORACLE_RATIO = 1.10
+STORAGE_BUSY = 0.25
+_NONE_COMPARED: Final[Mapping[str, bool | None]] = MappingProxyType({})
 
 
 def readers(case: Case, mode: Mode) -> list[str]:
@@ -29,26 +33,26 @@ def summarise(
     case: Case,
     runs: Sequence[RunResult],
     hit_ratio: float,
-    balance: Balance,
+    balance: Balance | None,
     predictions: Mapping[str, float],
+    tokens_equal: Mapping[str, bool | None] = _NONE_COMPARED,
 ) -> CaseSummary:
-    """A case from all of its runs.
+    """A case from the runs that are there.
 
     Args:
+        runs: at least one.
         hit_ratio: of its trace.
-        balance: of its cluster, model and trace.
+        balance: of its cluster, model and trace, if known.
         predictions: the simulator's JCT by variant, seconds.
-
-    Raises:
-        ValueError: a variant has no run, or one whose agents did not finish.
+        tokens_equal: see ``VariantSummary``, by variant.
     """
-    by_variant: dict[str, list[RunResult]] = {variant.name: [] for variant in case.variants}
-    for run in sorted(runs, key=lambda one: one.repeat):
-        if run.figures["jct_s"] is None or run.figures["failed"]:
-            raise ValueError(f"{run.folder}: {run.figures['first_error'] or 'nothing finished'}")
-        by_variant[run.variant].append(run)
+    by_variant: dict[str, list[RunResult]] = {}
+    for variant in case.variants:
+        mine = [run for run in runs if run.variant == variant.name]
+        if mine:
+            by_variant[variant.name] = sorted(mine, key=lambda one: one.repeat)
     variants = {
-        name: variant_summary(name, found, predictions.get(name))
+        name: variant_summary(found, predictions.get(name), tokens_equal.get(name))
         for name, found in by_variant.items()
     }
     return CaseSummary(
@@ -74,24 +78,35 @@ def summarise(
 
 
 def variant_summary(
-    name: str, runs: Sequence[RunResult], predicted_s: float | None
+    runs: Sequence[RunResult], predicted_s: float | None, tokens_equal: bool | None = None
 ) -> VariantSummary:
-    """A variant's runs taken together.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if not runs:
-        raise ValueError(f"{name}: no run")
-    ordered = sorted(runs, key=jct_s)
-    median = ordered[(len(ordered) - 1) // 2]
+    """A variant's runs, at least one, taken together."""
+    ended = sorted((seconds, at) for at, run in enumerate(runs) if (seconds := run.jct_s))
+    median = runs[ended[(len(ended) - 1) // 2][1]] if ended else runs[0]
     prediction = None
-    if predicted_s is not None:
-        measured_s = statistics.median(jct_s(run) for run in runs)
+    if predicted_s is not None and ended:
+        measured_s = statistics.median(seconds for seconds, _ in ended)
         prediction = Prediction(jct_s=predicted_s, error=predicted_s / measured_s - 1)
     return VariantSummary(
-        run=median, jct_runs_s=[jct_s(run) for run in runs], prediction=prediction
+        run=median,
+        jct_runs_s=[run.jct_s for run in runs],
+        prediction=prediction,
+        tokens_equal=tokens_equal,
     )
+
+
+def capacities(cases: Sequence[CaseSummary]) -> dict[str, float]:
+    """Of an experiment whose cases are rates of arrivals: see ``Summary.capacity_aps``."""
+    rates = sorted((case for case in cases if case.aps is not None), key=lambda one: one.aps or 0.0)
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for case in rates for name in case.variants):
+        found[name] = 0.0
+        for case in rates:
+            one = case.variants.get(name)
+            if one is None or not one.run.slo_met:
+                break
+            found[name] = case.aps or 0.0
+    return found
 
 
 def _speed(case: Case, runs: Mapping[str, Sequence[RunResult]]) -> list[Check]:
@@ -119,7 +134,15 @@ def _near_oracle(case: Case, runs: Mapping[str, Sequence[RunResult]]) -> list[Ch
             target=ORACLE_RATIO,
             at_most=True,
             text="JCT over that of oracle, run by run, where storage is not the limit",
-        )
+        ),
+        Check(
+            name="storage-busy.pe-only",
+            value=max((run.busy.share for run in runs.get(PE_ONLY.name, ())), default=None),
+            target=STORAGE_BUSY,
+            at_most=True,
+            text="part of the run in which every prefill node had reads waiting: above, storage is "
+            "the limit and the ratio to oracle says something else",
+        ),
     ]
 
 
@@ -178,7 +201,8 @@ def paired(
     other: str,
     value: Callable[[RunResult], float | None],
 ) -> float | None:
-    """Median over repeats of a value of one variant over the other's in the same repeat."""
+    """Median over repeats of a value of one variant over the other's in the same repeat; None when
+    no repeat has both."""
     others = {run.repeat: value(run) for run in runs.get(other, ())}
     ratios = [
         mine / theirs
@@ -188,9 +212,9 @@ def paired(
     return statistics.median(ratios) if ratios else None
 
 
-def jct_s(run: RunResult) -> float:
+def jct_s(run: RunResult) -> float | None:
     """Mean JCT of a run, seconds."""
-    return float(run.figures["jct_s"])
+    return run.jct_s
 
 
 def _tpot_s(run: RunResult) -> float | None:

@@ -76,8 +76,8 @@ async def peer_cluster(
         NoEngine: there is no vLLM.
     """
     folder = await asyncio.to_thread(packages.ensure, peer)
-    plan = _Plan(peer, network, folder)
-    async with peer_store(peer, network, folder, listener):
+    plan = PeerPlan(peer, network, folder)
+    async with peer_store(plan, listener):
         specs = [*plan.engines(), plan.router()]
         async with Supervisor(specs, plan.policy(), listener) as supervisor:
             await supervisor.start()
@@ -85,19 +85,13 @@ async def peer_cluster(
 
 
 @contextlib.asynccontextmanager
-async def peer_store(
-    peer: Peer, network: LabNetwork, folder: Path, listener: Listener | None = None
-) -> AsyncIterator[None]:
+async def peer_store(plan: PeerPlan, listener: Listener | None = None) -> AsyncIterator[None]:
     """Run what a peer needs on the storage host for the time of the block: nothing but for
     Mooncake.
-
-    Args:
-        folder: the peer's packages.
 
     Raises:
         StartFailed: a process did not start.
     """
-    plan = _Plan(peer, network, folder)
     async with contextlib.AsyncExitStack() as stack:
         for spec in plan.store():  # the second needs the first
             supervisor = Supervisor([spec], plan.policy(), listener)
@@ -106,10 +100,11 @@ async def peer_store(
         yield
 
 
-class _Plan:
+class PeerPlan:
     """The peer's processes and where they run."""
 
     def __init__(self, peer: Peer, network: LabNetwork, folder: Path) -> None:
+        """``folder``: the peer's packages."""
         self.config = cluster_of(network.spec)
         self.url = f"http://{names.FRONT_API_HOST}:{API_PORT}"
         self._peer = peer

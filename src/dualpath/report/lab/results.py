@@ -54,6 +54,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
         loopback_bytes: most that a node sent to itself; None where it was not looked at.
         ttft_split_s: mean seconds of a request's phases up to token 1.
         cpu_s: CPU seconds by process.
+        ended: why agents did not all finish, where that is a result: they came faster than they
+            could be served. Empty when all did.
     """
 
     case: str
@@ -70,6 +72,18 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     ttft_split_s: dict[str, float]
     cpu_s: dict[str, float]
     loopback_bytes: int | None = None
+    ended: str = ""
+
+    @property
+    def jct_s(self) -> float | None:
+        """Mean JCT, seconds; None when not all agents finished, because a mean over those that did
+        says nothing."""
+        return None if self.ended else self.figures["jct_s"]
+
+    @property
+    def slo_met(self) -> bool:
+        """Whether all agents finished, within the limits on TTFT and TPOT."""
+        return not self.ended and bool((self.figures.get("slo") or {}).get("met"))
 
     @property
     def folder(self) -> str:
@@ -112,14 +126,17 @@ class VariantSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A variant's runs taken together: those figures are the run's with the median JCT.
 
     Attributes:
-        run: that run.
-        jct_runs_s: mean JCT of every run, in order.
+        run: that run; of runs that did not end, the first, when no other is there.
+        jct_runs_s: mean JCT of every run, in order; None for one that did not end.
         prediction: of the simulator; None where it was not asked.
+        tokens_equal: whether every run gave the plain vLLM's tokens; None where nothing could be
+            compared, and for oracle, which has no KV and whose tokens therefore mean nothing.
     """
 
     run: RunResult
-    jct_runs_s: list[float]
+    jct_runs_s: list[float | None]
     prediction: Prediction | None = None
+    tokens_equal: bool | None = None
 
 
 class CaseSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +145,8 @@ class CaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name, prefill, decode, aps: see ``experiments.Case``.
         agents, hit_ratio: of its trace.
-        balance: see ``bounds.Balance``.
-        variants: in the experiment's order.
+        balance: see ``bounds.Balance``; None while the engines' costs are not known.
+        variants: those with a run, in the experiment's order.
         speedup: median over repeats of the first variant's JCT over this one's, by variant.
         checks: targets.
     """
@@ -140,7 +157,7 @@ class CaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     aps: float | None
     agents: int
     hit_ratio: float
-    balance: Balance
+    balance: Balance | None
     variants: dict[str, VariantSummary]
     speedup: dict[str, float]
     checks: list[Check]
@@ -166,18 +183,37 @@ class IsolationResult(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_s: float
 
 
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong while an experiment ran.
+
+    Attributes:
+        where: which run, or what else was done.
+        what: one line.
+    """
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole experiment.
+    """An experiment as far as it has come.
 
     Attributes:
         experiment, title: see ``experiments.Experiment``.
         machine: what it ran on.
         snic_bytes_per_s, cnic_bytes_per_s: of a node, each way.
         tokens_equal: whether every run gave the tokens of the plain vLLM, oracle left out; None
-            without engines.
+            without engines, and while some are not compared.
         first_difference: where not; empty when equal.
-        cases: in order.
+        cases: those with a run, in order.
         isolation, isolation_checks: of the experiment of that name.
+        failures: runs and other steps that failed the last time the command was given.
+        skipped: runs that were left out on purpose, and why.
+        capacity_aps: where agents arrive at several rates, the highest of a variant up to which
+            every rate met the limits on TTFT and TPOT; 0.0 when the lowest did not.
     """
 
     experiment: str
@@ -190,12 +226,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cases: list[CaseSummary]
     isolation: list[IsolationResult] = []
     isolation_checks: list[Check] = []
+    failures: list[Failure] = []
+    skipped: list[str] = []
+    capacity_aps: dict[str, float] = {}
 
     def to_json(self) -> dict[str, Any]:
         """The line that scripts read: the variants of the first case by name, each with
         ``replay``'s keys, and everything of all cases."""
         first = self.cases[0].variants if self.cases else {}
-        modes = {name: one.run.figures for name, one in first.items()}
+        modes = {
+            name: {**one.run.figures, "tokens_equal": one.tokens_equal}
+            for name, one in first.items()
+        }
         whole = msgspec.to_builtins(self)
         for case, described in zip(self.cases, whole["cases"], strict=True):
             described["checks"] = _judged(case.checks)

@@ -38,11 +38,15 @@ def lab_page(folder: Path) -> str:
     """
     summary = read(folder / SUMMARY, Summary)
     sections = []
+    if summary.failures or summary.skipped:
+        sections.append(_gaps(summary))
     if summary.cases:
         sections += [_times(summary), *(_nics(folder, summary, case) for case in summary.cases)]
         sections += [_split(summary), _paths(summary)]
         if any(one.prediction for case in summary.cases for one in case.variants.values()):
             sections.append(_simulated(summary))
+        if summary.capacity_aps:
+            sections.append(_capacity(summary))
         sections += [_targets(summary), _figures(summary)]
     if summary.isolation:
         sections.append(_isolation(summary.isolation, summary.isolation_checks))
@@ -61,16 +65,57 @@ def _lead(summary: Summary) -> str:
             parts.append(f"{case.name}: agents finish sooner than with {first}: {', '.join(gains)}")
     if summary.cases:
         parts.append(
-            "Every token is the plain vLLM's."
-            if summary.tokens_equal
-            else f"TOKENS DIFFER: {summary.first_difference}"
+            {
+                True: "Every token is the plain vLLM's.",
+                False: f"TOKENS DIFFER: {summary.first_difference}",
+                None: "Not every run's tokens were compared with the plain vLLM's.",
+            }[summary.tokens_equal]
         )
+    if any(one.run.mode == Mode.ORACLE.value for case in summary.cases
+           for one in case.variants.values()):  # fmt: skip
+        parts.append("Oracle moves no KV, so that its tokens mean nothing.")
     return " ".join(part if part.endswith(".") else f"{part}." for part in parts)
 
 
 def _variants(summary: Summary) -> list[str]:
     """Of all cases, in order, each once."""
     return list(dict.fromkeys(name for case in summary.cases for name in case.variants))
+
+
+def _gaps(summary: Summary) -> Section:
+    section = Section("What is not here")
+    if summary.failures:
+        rows: list[list[Cell | str]] = [[one.where, one.what] for one in summary.failures]
+        section.table(Table(["failed", "why"], rows))
+    for line in summary.skipped:
+        section.text(f"Left out: {line}.")
+    return section
+
+
+def _capacity(summary: Summary) -> Section:
+    rows: list[list[Cell | str]] = []
+    for case in summary.cases:
+        for name, one in case.variants.items():
+            slo = one.run.figures.get("slo") or {}
+            rows.append(
+                [
+                    f"{case.name} {name}",
+                    _seconds((one.run.figures.get("ttft_s") or {}).get("mean")),
+                    _seconds(one.run.figures.get("tpot_s")),
+                    Cell(f"{slo.get('attained', 0.0):.0%}", number=True),
+                    Cell("kept" if one.run.slo_met else "missed", good=one.run.slo_met),
+                    one.run.ended,
+                ]
+            )
+    most = ", ".join(f"{name} {aps:g}" for name, aps in summary.capacity_aps.items())
+    return (
+        Section("Which rates are served")
+        .table(Table(["rate and mode", "TTFT", "TPOT", "requests within", "limits", ""], rows))
+        .text(
+            "Limits: mean TTFT 4 s, mean TPOT 50 ms, and every agent finishes. Highest rate up to "
+            f"which all were kept, agents a second (0: none): {most}."
+        )
+    )
 
 
 def _times(summary: Summary) -> Section:
@@ -237,8 +282,13 @@ def _figures(summary: Summary) -> Section:
             rows.append(
                 [
                     f"{case.name} {name}",
-                    _seconds(figures.get("jct_s")),
-                    Cell(" ".join(f"{value:.1f}" for value in one.jct_runs_s), number=True),
+                    _seconds(run.jct_s),
+                    Cell(
+                        " ".join(
+                            "-" if value is None else f"{value:.1f}" for value in one.jct_runs_s
+                        ),
+                        number=True,
+                    ),
                     _seconds(ttft),
                     _seconds(figures.get("ttst_s")),
                     _seconds(figures.get("tpot_s")),
@@ -253,7 +303,9 @@ def _figures(summary: Summary) -> Section:
         f"{case.name} {pooled_bound(case.prefill, case.decode):.2f}" for case in summary.cases
     )
     balances = ", ".join(
-        f"{case.name} {case.balance.storage_over_compute:.2g}" for case in summary.cases
+        f"{case.name} {case.balance.storage_over_compute:.2g}"
+        for case in summary.cases
+        if case.balance is not None
     )
     return (
         Section("Figures")
@@ -263,8 +315,13 @@ def _figures(summary: Summary) -> Section:
             f"over windows of {BALANCE_REQUESTS} requests a NIC until the first agent was over. "
             "both busy: part of the run in which every node that may read had reads waiting. Most "
             "that the second path can gain: "
-            f"{bounds}. Seconds in which one storage NIC reads a request's hits over seconds in "
-            f"which one node computes the rest: {balances}."
+            f"{bounds}."
+            + (
+                " Seconds in which one storage NIC reads a request's hits over seconds in which "
+                f"one node computes the rest: {balances}."
+                if balances
+                else ""
+            )
         )
     )
 
@@ -300,7 +357,7 @@ def _isolation(results: Sequence[IsolationResult], checks: Sequence[Check]) -> S
 
 
 def _figure(one: VariantSummary | None, name: str) -> float | None:
-    value: Any = None if one is None else one.run.figures.get(name)
+    value: Any = None if one is None or one.run.ended else one.run.figures.get(name)
     return None if value is None or math.isnan(value) else float(value)
 
 
