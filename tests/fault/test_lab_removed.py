@@ -114,6 +114,9 @@ def test_down_ends_a_running_lab(tmp_path: Path) -> None:
         assert second.returncode == 2
         assert f"one runs already, of process {running.process.pid}" in line
         assert running.process.poll() is None and leftovers()
+        # Who is signalled: the claim's holder, and nobody who got its number.
+        assert claim.holder() == running.process.pid
+        assert claim._holds(running.process.pid) and not claim._holds(os.getpid())
 
         done = lab("down")
         assert done.returncode == 0 and done.stdout.startswith("the lab is down\n"), done.stderr

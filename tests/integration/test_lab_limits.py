@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from dualpath.lab.experiments import Shape
+from dualpath.lab.measuring import _Counted
+from dualpath.lab.network import LabError
 from dualpath.lab.replaying import RunFailed, not_ended, replayed, replayed_for
 from dualpath.report.lab.results import ResultError
 from dualpath.workload import Progress, ReplayOptions, read_records
@@ -51,7 +54,12 @@ async def silent_server() -> AsyncIterator[tuple[str, asyncio.Event]]:
                 idle.set()
         return web.Response()
 
+    async def metrics(request: web.Request) -> web.Response:
+        del request
+        return web.Response(status=503, text="not now")
+
     app = web.Application()
+    app.router.add_get("/metrics", metrics)
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/completions", completions)
     runner = web.AppRunner(app, handler_cancellation=True)
@@ -86,3 +94,11 @@ async def test_a_run_that_is_to_end_fails_when_it_does_not(tmp_path: Path) -> No
         # The folder holds a run now: told as everything about folders is.
         with pytest.raises(ResultError, match=r"requests.jsonl: exists already"):
             await replayed(SHAPE.measured(), 1, options, "run", quiet, LIMIT_S)
+
+
+@pytest.mark.timeout(60)
+async def test_metrics_that_the_front_does_not_give_are_no_zeros() -> None:
+    async with silent_server() as (url, _):
+        lab = SimpleNamespace(front_url=url, admin_key="")  # what is looked at until then
+        with pytest.raises(LabError, match=r"/metrics answers HTTP 503: b'not now'"):
+            await _Counted.of(lab)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from dualpath.report.lab.results import Check, IsolationResult, Summary
+from dualpath.report.lab.results import Check, IsolationResult, Summary, readable
 
 
 def show_summary(summary: Summary) -> None:
@@ -46,8 +46,8 @@ def show_summary(summary: Summary) -> None:
     for where, check in _checks(summary):
         checks.add_row(
             f"{where} {check.name}",
-            "-" if check.value is None else f"{check.value:.3g}",
-            f"{'<=' if check.at_most else '>='} {check.target:.3g}",
+            "-" if check.value is None else readable(check.value),
+            f"{'<=' if check.at_most else '>='} {readable(check.target)}",
             "met" if check.met else "missed",
         )
     if checks.row_count:

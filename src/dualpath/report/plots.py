@@ -21,7 +21,11 @@ COLOURS: Final[dict[str, str]] = {
     "tokenise": "#e8eaf6", "handover": "#188038",
     "schedule": "#c5cae9", "allocate": "#9fa8da", "read": "#1a73e8", "prefill": "#f4b400",
     "model traffic": "#1a73e8", "KV": "#e8a33d",
-    "round robin": "#9aa0a6", "scheduler": "#1a73e8",
+    "round robin": "#9aa0a6", "scheduler": "#1a73e8", "alternating": "#7baaf7",
+    # The prefill side is orange and the decode side blue, as in what reads by one and by both.
+    "by prefill nodes": "#e8a33d", "by decode nodes": "#1a73e8",
+    "pe0": "#e8a33d", "pe1": "#b06000", "de0": "#1a73e8", "de1": "#7baaf7",
+    "measured": "#5f6368", "simulated": "#b06ab3",
 }  # fmt: skip
 _MORE: Final = ("#1a73e8", "#e8a33d", "#188038", "#b06ab3", "#9aa0a6", "#d93025", "#444746")
 _SETTINGS: Final[dict[str, Any]] = {

@@ -11,10 +11,10 @@ from dualpath.report.lab.results import (
     CaseSummary,
     Check,
     ResultError,
-    RunResult,
     Summary,
     VariantSummary,
     read,
+    readable,
 )
 
 _MBIT = 8e-6
@@ -90,14 +90,9 @@ def _cells(one: VariantSummary, gain: float | None) -> list[str]:
         _number(figures.get("ttst_s"), ".3g"),
         _number(figures.get("tpot_s"), ".3g", 1e3),
         _number(run.busy.rate_bytes_per_s, ".2f", 1e-6),
-        _balance(run),
+        _number(run.snic_max_over_mean, ".2f"),
         f"{guess.jct_s:.3g} s ({guess.error:+.0%})" if guess else "",
     ]
-
-
-def _balance(run: RunResult) -> str:
-    """Where one node reads, the ratio is the number of nodes and says nothing."""
-    return _number(run.snic_max_over_mean if len(run.busy.read_bytes) > 1 else None, ".2f")
 
 
 def _isolation(summary: Summary) -> str:
@@ -114,8 +109,8 @@ def _checks(checks: Sequence[tuple[str, Check]]) -> str:
     rows = [
         [
             f"{where} `{check.name}`".strip(),
-            _number(check.value, ".3g"),
-            f"{'at most' if check.at_most else 'at least'} {check.target:.3g}",
+            "" if check.value is None else readable(check.value),
+            f"{'at most' if check.at_most else 'at least'} {readable(check.target)}",
             "met" if check.met else "**missed**",
         ]
         for where, check in checks

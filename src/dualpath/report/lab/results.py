@@ -245,6 +245,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return {**whole, **modes}
 
 
+def readable(value: float) -> str:
+    """A figure in three digits, or whole where it is large."""
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.3g}"
+
+
 def _judged(checks: Iterable[Check]) -> list[dict[str, Any]]:
     return [{**msgspec.to_builtins(check), "met": check.met} for check in checks]
 

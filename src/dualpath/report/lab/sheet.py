@@ -19,6 +19,7 @@ from dualpath.report.lab.results import (
     VariantSummary,
     read,
     read_samples,
+    readable,
 )
 from dualpath.report.page import Cell, Section, Table, page
 from dualpath.report.plots import Panel, bars, lines
@@ -61,8 +62,14 @@ def _lead(summary: Summary) -> str:
     for case in summary.cases:
         first = next(iter(case.variants))
         gains = [f"{name} {gain:.2f} times" for name, gain in case.speedup.items() if name != first]
-        if gains:
-            parts.append(f"{case.name}: agents finish sooner than with {first}: {', '.join(gains)}")
+        text = (
+            f"{case.name}: {_counted(case.agents, 'agent')} on {_counted(case.prefill, 'prefill')} "
+            f"and {_counted(case.decode, 'decode node')}, {case.hit_ratio:.0%} of their prompts "
+            "stored"
+        )
+        parts.append(
+            f"{text}; they finish sooner than with {first}: {', '.join(gains)}" if gains else text
+        )
     if summary.cases:
         parts.append(
             {
@@ -75,6 +82,10 @@ def _lead(summary: Summary) -> str:
            for one in case.variants.values()):  # fmt: skip
         parts.append("Oracle moves no KV, so that its tokens mean nothing.")
     return " ".join(part if part.endswith(".") else f"{part}." for part in parts)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 or what == "prefill" else f"{count} {what}s"
 
 
 def _variants(summary: Summary) -> list[str]:
@@ -101,7 +112,7 @@ def _capacity(summary: Summary) -> Section:
                 [
                     f"{case.name} {name}",
                     _seconds((one.run.figures.get("ttft_s") or {}).get("mean")),
-                    _seconds(one.run.figures.get("tpot_s")),
+                    _milliseconds(one.run.figures.get("tpot_s")),
                     Cell(f"{slo.get('attained', 0.0):.0%}", number=True),
                     Cell("kept" if one.run.slo_met else "missed", good=one.run.slo_met),
                     one.run.ended,
@@ -126,7 +137,9 @@ def _times(summary: Summary) -> Section:
     }
     panel = Panel("job completion time", "", "seconds, mean over agents", names, series)
     return Section("How long agents take").plot(
-        bars([panel]), "Shorter is better. Each bar is the run with the median of its repeats."
+        bars([panel]),
+        "From an agent's arrival to the end of its last answer; shorter is better. Each bar is the "
+        "run with the median of its repeats.",
     )
 
 
@@ -259,8 +272,8 @@ def _targets(summary: Summary) -> Section:
 def _judged(check: Check) -> list[Cell | str]:
     sign = "at most" if check.at_most else "at least"
     return [
-        Cell("-" if check.value is None else f"{check.value:.3g}", number=True),
-        Cell(f"{sign} {check.target:.3g}", number=True),
+        Cell("-" if check.value is None else readable(check.value), number=True),
+        Cell(f"{sign} {readable(check.target)}", number=True),
         Cell("met" if check.met else "missed", good=check.met),
         check.text,
     ]
@@ -269,7 +282,7 @@ def _judged(check: Check) -> list[Cell | str]:
 def _figures(summary: Summary) -> Section:
     head = [
         "case and mode", "JCT", "runs", "TTFT", "TTST", "TPOT", "hit MB", "SNIC MB, kernel",
-        "max / mean", "both busy", "CPU s",
+        "max / mean", "all busy", "CPU s",
     ]  # fmt: skip
     rows: list[list[Cell | str]] = []
     for case in summary.cases:
@@ -291,7 +304,7 @@ def _figures(summary: Summary) -> Section:
                     ),
                     _seconds(ttft),
                     _seconds(figures.get("ttst_s")),
-                    _seconds(figures.get("tpot_s")),
+                    _milliseconds(figures.get("tpot_s")),
                     Cell(f"{hits / 1e6:,.0f}", number=True),
                     Cell(f"{kernel / 1e6:,.0f}", number=True),
                     _ratio(run.snic_max_over_mean),
@@ -303,7 +316,7 @@ def _figures(summary: Summary) -> Section:
         f"{case.name} {pooled_bound(case.prefill, case.decode):.2f}" for case in summary.cases
     )
     balances = ", ".join(
-        f"{case.name} {case.balance.storage_over_compute:.2g}"
+        f"{case.name} {readable(case.balance.storage_over_compute)}"
         for case in summary.cases
         if case.balance is not None
     )
@@ -313,7 +326,7 @@ def _figures(summary: Summary) -> Section:
         .text(
             "runs: JCT of every repeat. max / mean: busiest storage NIC over the mean one, mean "
             f"over windows of {BALANCE_REQUESTS} requests a NIC until the first agent was over. "
-            "both busy: part of the run in which every node that may read had reads waiting. Most "
+            "all busy: part of the run in which every node that may read had reads waiting. Most "
             "that the second path can gain: "
             f"{bounds}."
             + (
@@ -367,6 +380,10 @@ def _predicted(one: VariantSummary) -> float | None:
 
 def _seconds(value: float | None) -> Cell:
     return Cell("-" if value is None else f"{value:.3g} s", number=True)
+
+
+def _milliseconds(value: float | None) -> Cell:
+    return Cell("-" if value is None else f"{value * 1e3:.3g} ms", number=True)
 
 
 def _ratio(value: float | None) -> Cell:
