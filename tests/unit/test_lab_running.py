@@ -172,7 +172,7 @@ async def test_what_fails_is_told_and_the_rest_is_run_on_a_new_cluster(
             if (root / SUMMARY).exists():
                 on_disk.append(len(read(root / SUMMARY, Summary).failures))
             if name == "bad":
-                raise RunFailed("two\nlines")
+                raise RunFailed("bad: two\nlines")
             done.append(name)
 
         return Step(name, do)

@@ -87,7 +87,8 @@ class Book:
 
     def failed(self, where: str, error: Exception) -> None:
         """A run or another step did."""
-        failure = Failure(where=where, what=" ".join(str(error).split()))
+        text = " ".join(str(error).split())
+        failure = Failure(where=where, what=text.removeprefix(f"{where}: "))
         self._failures.append(failure)
         self.say(f"failed: {failure}")
         self.save()
