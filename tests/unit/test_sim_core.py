@@ -73,9 +73,10 @@ def test_one_round_by_hand() -> None:
 @pytest.mark.parametrize(
     ("mode", "moving_s"),
     [
-        # 640 hit tokens in, 640 + 61 out: 0.00064 + 0.00134 s around 0.061 s of computation: loads
-        # and exports both leave this node's memory (loopback), so 640 + 701 tokens go out.
-        ("basic", 0.00064 + 0.061 + 0.001341),
+        # 640 hit tokens in (and out of this node's memory, at the same time), then 0.061 s of
+        # computation, then hit and new tokens out: one after the other.
+        ("basic", 0.00064 + 0.061 + 0.000701),
+        # At once: loads and exports both leave this node's memory, so 640 + 701 tokens go out.
         ("pe-only", 0.061 + 0.001341 / 10),
         # From the DE: 640 tokens come in, only the 61 new ones go out.
         ("dualpath", 0.061 + 0.001341 / 10),

@@ -75,7 +75,7 @@ def test_longer_than_memory_fails_and_says_so() -> None:
     assert result.failed == 1 and result.requests == 0 and result.agents_done == 0
     assert result.ttft is None and result.jct is None
     # Longer than a DE's memory: the scheduler's own refusal.
-    result = simulate(preset("ds-660b-1p1d"), [agent("a", (1_500_000, 10)), agent("b", (100, 10))])
+    result = simulate(preset("ds-660b-1p1d"), [agent("a", (2_000_000, 10)), agent("b", (100, 10))])
     assert result.failed == 1 and result.agents_done == 1
 
 

@@ -91,6 +91,13 @@ def simulate_command(
     measure: Annotated[
         float, typer.Option(min=1, help="Seconds for which it is.")
     ] = DEFAULT_MEASURE_S,
+    until_steady: Annotated[
+        bool,
+        typer.Option(
+            help="End an online run by the published rule instead: when the TTFT is above its "
+            "limit, or within 5 % of what it was 30 minutes before (150 s windows)."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
     straggler: Annotated[
         list[str] | None,
@@ -150,6 +157,7 @@ def simulate_command(
                 seed=seed,
                 warmup_s=warmup,
                 measure_s=measure,
+                until_steady=until_steady,
                 progress=progress,
                 timeline=perfetto,
                 decision_log=log,

@@ -33,6 +33,7 @@ from dualpath.timeline import Timeline
 
 Progress = Callable[[float, float], None]
 PROGRESS_EVENTS: Final = 5_000
+STEADY_EVENTS: Final = 500
 SAMPLE: Final = 15
 T = TypeVar("T")
 R = TypeVar("R")
@@ -132,12 +133,13 @@ class Simulation:
         self._next_arrival()
         heap, pop, metrics = self._heap, heapq.heappop, self.metrics
         events = 0
+        every = STEADY_EVENTS if self.plan.until_steady else PROGRESS_EVENTS
         while heap:
             now, _, handle, argument = pop(heap)
             self.now_s = now
             handle(argument)
             events += 1
-            if not events % PROGRESS_EVENTS:
+            if not events % every:
                 if self._progress is not None:
                     self._progress(metrics.part_done(now), now)
                 if self.plan.steady:
@@ -232,6 +234,7 @@ class Simulation:
             self.scheduler.prefill_done(agent.rid)
         else:
             self._timed(self.scheduler.prefill_done, agent.rid)
+        self.metrics.first_token(agent)
         if self.pools is not None:
             assert agent.pe is not None
             self.pools.leave(agent, agent.pe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable
+from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 from dualpath.config import Role
@@ -12,6 +13,7 @@ from dualpath.sim.load import Agent
 from dualpath.sim.plan import Plan
 from dualpath.sim.result import SPLIT, Samples, SimResult, Steps, Windows
 from dualpath.sim.spec import SimSpec
+from dualpath.sim.steady import BEFORE_S, WINDOW_S, End, SteadyRule
 from dualpath.workload.measure import Spread
 
 if TYPE_CHECKING:
@@ -42,13 +44,16 @@ class Metrics:
         self.over = False
         self.overloaded = False
         self.role_switches: list[tuple[float, str, str]] = []
-        self._from_s = plan.warmup_s if plan.steady else 0.0
-        self._until_s = plan.warmup_s + plan.measure_s if plan.steady else math.inf
+        self.end: End | None = None
+        self._rule = SteadyRule(spec.slo_ttft_s) if plan.until_steady else None
+        timed = plan.steady and self._rule is None
+        self._from_s = plan.warmup_s if timed else 0.0
+        self._until_s = plan.warmup_s + plan.measure_s if timed else math.inf
         self._pending = 0  # measured requests under way
         self._tokens_in = self._tokens_out = self._hits = self._computed = self._pooled = 0
         self._paths = {"pe": 0, "de": 0, "split": 0}
         self._jct = array("d")
-        self._submit, self._ttft = array("d"), array("d")
+        self._submit, self._ttft, self._answered = array("d"), array("d"), array("d")
         self._ttst, self._tpot = array("d"), array("d")
         self._split = {name: array("d") for name in SPLIT}
         self._parts = tuple(self._split[name] for name in SPLIT)
@@ -75,6 +80,11 @@ class Metrics:
         self._step_busiest.append(busiest_s)
         self._step_mean.append(mean_s)
 
+    def first_token(self, agent: Agent) -> None:
+        """A round's first token is there."""
+        if self._rule is not None:
+            self._rule.first_token(agent.t_first, agent.t_first - agent.t_submit)
+
     def round_done(self, agent: Agent, answered_s: float) -> None:
         """A round was answered."""
         self.requests += 1
@@ -98,6 +108,8 @@ class Metrics:
         ttft = agent.t_first - submit
         self._submit.append(submit)
         self._ttft.append(ttft)
+        if self._rule is not None:
+            self._answered.append(answered_s)
         self._ttst.append(agent.t_second - agent.t_first if gen > 1 else _NAN)
         self._tpot.append((answered_s - agent.t_second) / (gen - 2) if gen > 2 else _NAN)
         schedule, allocate, read, prefill = self._parts
@@ -130,6 +142,8 @@ class Metrics:
 
     def part_done(self, now_s: float) -> float:
         """How much of the run is done, 0 .. 1."""
+        if self._rule is not None:
+            return min(0.99, now_s / (2 * BEFORE_S))  # nobody knows when it will be steady
         if self._plan.steady:
             return min(1.0, now_s / self._until_s)
         return self.agents_done / max(1, self._plan.agents or self.agents)
@@ -149,9 +163,16 @@ class Metrics:
                 longest_s = now_s - submit_s
         if now_s >= self._until_s and not measured:
             self.over = True
+        if self._rule is not None and (end := self._rule.end(now_s)) is not None:
+            self.over, self.end = True, end
+            self.overloaded = end is not End.STEADY
+            self._until_s = now_s
+            return
         waited_s = max(self._recent_s, longest_s)
         if now_s > self._from_s and waited_s > _GIVE_UP * self._spec.slo_ttft_s:
             self.over = self.overloaded = True
+            if self._rule is not None:
+                self.end = End.EXCEEDED
 
     # ---- afterwards ----------------------------------------------------------------------------
 
@@ -160,6 +181,8 @@ class Metrics:
     ) -> SimResult:
         """Everything, now that the run is over."""
         end_s = self._end_s
+        if self._rule is not None:
+            self._keep_last_window(end_s)
         nodes = simulation.cluster.nodes
         windows = Windows(simulation.window_s, {node.name: node.window for node in nodes})
         steps = Steps(self._step_start, self._step_end, self._step_busiest, self._step_mean)
@@ -212,6 +235,7 @@ class Metrics:
             working_set_peak_bytes=float(self._live_peak * token_bytes),
             pool_hit_tokens=self._pooled,
             slo_met=slo_met,
+            end=self.end,
             overloaded=self.overloaded,
             role_switches=tuple(self.role_switches),
             scheduler_cpu_s=scheduler_s,
@@ -221,6 +245,17 @@ class Metrics:
             steps=steps,
             samples=Samples(self._submit, self._ttft, self._ttst, self._tpot, self._split),
         )
+
+    def _keep_last_window(self, end_s: float) -> None:
+        """Requests answered in the last window of a run until it is steady are what counts."""
+        kept = [at_s > end_s - WINDOW_S for at_s in self._answered]
+
+        def only(values: array[float]) -> array[float]:
+            return array("d", compress(values, kept))
+
+        self._submit, self._ttft = only(self._submit), only(self._ttft)
+        self._ttst, self._tpot = only(self._ttst), only(self._tpot)
+        self._split = {name: only(values) for name, values in self._split.items()}
 
 
 def _spread(values: array[float]) -> Spread | None:

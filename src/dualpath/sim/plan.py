@@ -19,6 +19,7 @@ class Plan:
     seed: int
     warmup_s: float
     measure_s: float
+    until_steady: bool = False
 
     def __post_init__(self) -> None:
         if self.agents is not None and self.agents < 1:
@@ -30,6 +31,9 @@ class Plan:
                 f"warmup_s {self.warmup_s} must not be negative and measure_s {self.measure_s} "
                 "must be above 0"
             )
+
+        if self.until_steady and (self.aps is None or self.agents is not None):
+            raise ValueError("until_steady is for online runs without a number of agents")
 
     @property
     def steady(self) -> bool:

@@ -118,7 +118,8 @@ class PrefillSide:
                 new = count + agent.pe_tokens if first else count
                 if self._loopback:
                     tokens_in += cached
-                    tokens_out += local + new
+                    # Copied one after the other, a loopback's way out is over with its way in.
+                    tokens_out += local + new if self._layerwise else new
                 else:
                     tokens_in += remote
                     tokens_out += new

@@ -30,7 +30,9 @@ class ModelPreset:
 
     Attributes:
         cost: name of its costs in ``dualpath.model``.
-        pe_hbm_bytes, de_hbm_bytes: KV room of a GPU.
+        pe_hbm_bytes, de_hbm_bytes: KV room of a GPU. Not published. A DE's is 124 GB less its
+            weights (experts spread over the lockstep group, the rest on each GPU): Qwen-32B with
+            64 GB of weights on every GPU needs one of 141 GB, and there is one kind of GPU.
         buffer_bytes: host buffer of a node (A.4 of arXiv 2602.21548).
         prefill_lockstep_nodes, decode_lockstep_nodes: nodes over which experts are spread; 0 where
             engines step alone.
@@ -49,11 +51,11 @@ class ModelPreset:
 MODELS: Final[Mapping[str, ModelPreset]] = MappingProxyType(
     {
         "ds-660b": ModelPreset(
-            "ds-v3.2", 12 * GIGA, 50 * GIGA, 80 * GIGA, 2, 4,
+            "ds-v3.2", 12 * GIGA, 87 * GIGA, 80 * GIGA, 2, 4,
             EngineCost(340 * TERA, 0.31, 0.06, 0.0234, 0.0015, 0.15, REQUEST_OVERHEAD_S),
         ),
         "ds-27b": ModelPreset(
-            "ds-27b", 12 * GIGA, 50 * GIGA, 80 * GIGA, 1, 1,
+            "ds-27b", 12 * GIGA, 118 * GIGA, 80 * GIGA, 1, 1,
             EngineCost(260 * TERA, 0.22, 0.06, 0.010, 0.0002, 0.15),
         ),
         "qwen-32b": ModelPreset(

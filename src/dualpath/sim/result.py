@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dualpath.sim.steady import End
 from dualpath.workload.measure import Spread
 
 SPLIT: tuple[str, ...] = ("schedule", "allocate", "read", "prefill")
@@ -104,6 +105,7 @@ class SimResult:
         working_set_bytes, working_set_peak_bytes: KV of agents that are not over: mean over time
             (online: over the measured window) and peak.
         pool_hit_tokens: of ``hit_tokens``, those found in a node's DRAM pool (comparator).
+        end: how a run until it is steady ended (``steady``); None for others.
         slo_met: mean TTFT and TPOT within the limits and nothing failed; None for offline runs.
         role_switches: second, node and role that it then has, of every change of a role.
         overloaded: an online run was given up, see ``run.simulate``.
@@ -139,6 +141,7 @@ class SimResult:
     working_set_peak_bytes: float
     pool_hit_tokens: int
     slo_met: bool | None
+    end: End | None
     overloaded: bool
     role_switches: tuple[tuple[float, str, str], ...]
     scheduler_cpu_s: float
@@ -189,6 +192,7 @@ class SimResult:
             "working_set_bytes": round(self.working_set_bytes),
             "working_set_peak_bytes": round(self.working_set_peak_bytes),
             "slo_met": self.slo_met,
+            "end": None if self.end is None else self.end.value,
             "overloaded": self.overloaded,
             "role_switches": self.role_switches,
             "scheduler_cpu_s": self.scheduler_cpu_s,

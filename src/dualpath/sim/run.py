@@ -25,6 +25,7 @@ def simulate(
     seed: int = 0,
     warmup_s: float = DEFAULT_WARMUP_S,
     measure_s: float = DEFAULT_MEASURE_S,
+    until_steady: bool = False,
     window_s: float = 1.0,
     progress: Progress | None = None,
     timeline: Timeline | None = None,
@@ -44,11 +45,15 @@ def simulate(
     served, and its queues only grow. JCT is that of the agents that end between ``warmup_s`` and
     ``warmup_s + measure_s``. The warm-up should be longer than an agent lives.
 
+    The same ``until_steady``: the run ends by the published rule (``steady``), whatever
+    ``warmup_s`` and ``measure_s`` are. Requests answered in its last 150 s are measured; JCT is
+    that of all agents that ended. One that does not become steady is ``overloaded``.
+
     Args:
         spec: cluster, model and mode.
         trajectories: what agents do, read as far as it is needed; with more agents than
             trajectories they are used again, behind a synthetic first round (``load.Scripts``).
-        agents, aps, warmup_s, measure_s: see above.
+        agents, aps, warmup_s, measure_s, until_steady: see above.
         seed: of arrivals and of which trajectory an online agent takes.
         window_s: of the series of storage bytes.
         progress: called about every 5,000 events with a part of the run done in 0 .. 1 and the
@@ -59,7 +64,7 @@ def simulate(
     Raises:
         ValueError: an argument is out of range, or there are no trajectories.
     """
-    plan = Plan(agents, aps, seed, warmup_s, measure_s)
+    plan = Plan(agents, aps, seed, warmup_s, measure_s, until_steady)
     simulation = Simulation(
         spec, Scripts(trajectories), plan, window_s, progress, timeline, decision_log
     )

@@ -13,9 +13,8 @@ from dualpath.sim.run import simulate
 from dualpath.workload.synth import ROWS, synthesise
 from dualpath.workload.trace import Round, Trajectory
 
-ONLINE_WARMUP_S: Final = 1_500.0
-"""Longer than an agent of the 64K row lives below saturation."""
-ONLINE_MEASURE_S: Final = 900.0
+ONLINE_S: Final = 3_000.0
+"""A guess at how long an online run takes to become steady."""
 CAPACITY_STEP: Final = 0.04
 """Relative width at which the search for the highest rate stops."""
 _BALANCE_WINDOWS: Final = 400
@@ -71,7 +70,7 @@ class Job:
         nodes = sum(int(part) for part in _nodes(self.preset))
         if self.agents is not None:
             return self.agents * turns
-        rounds_per_aps = (ONLINE_WARMUP_S + ONLINE_MEASURE_S) * turns
+        rounds_per_aps = ONLINE_S * turns
         return 6 * 0.1 * nodes * rounds_per_aps if self.aps is None else self.aps * rounds_per_aps
 
 
@@ -90,8 +89,7 @@ def run_job(job: Job) -> dict[str, Any]:
         agents=job.agents,
         aps=job.aps,
         seed=job.seed,
-        warmup_s=ONLINE_WARMUP_S,
-        measure_s=ONLINE_MEASURE_S,
+        until_steady=job.aps is not None,
     )
     return {**result.to_json(), "series": _series(result)}
 
@@ -99,8 +97,8 @@ def run_job(job: Job) -> dict[str, Any]:
 def trajectories(job: Job) -> Iterator[Trajectory]:
     """The row's 500 trajectories, scaled.
 
-    A scaled trajectory keeps its rounds in order and ends before the one that would cross the
-    row's context limit, as the unscaled ones do.
+    Every round's tokens are scaled; the trajectory ends before the round that would cross the
+    row's context limit, as the unscaled ones do (section 7.3).
     """
     row = ROWS[job.row]
     for trajectory in synthesise(row):
@@ -110,9 +108,7 @@ def trajectories(job: Job) -> Iterator[Trajectory]:
         rounds: list[Round] = []
         total = 0
         for item in trajectory.rounds:
-            # The first append is the system prompt and the task: it is no answer of a tool.
-            factor = job.append_scale if rounds else 1
-            append, gen = item.append_tokens * factor, item.gen_tokens * job.gen_scale
+            append, gen = item.append_tokens * job.append_scale, item.gen_tokens * job.gen_scale
             total += append + gen
             if total > row.max_tokens and rounds:
                 break
