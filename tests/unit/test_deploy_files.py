@@ -37,6 +37,14 @@ def test_the_cluster_file() -> None:
         ]
 
 
+def test_traffic_classes_can_be_made_of_it(tmp_path: Path) -> None:
+    config = ["--config", str(DEPLOY / "cluster.toml")]
+    done = CliRunner().invoke(build(), ["qos", "render", *config, "--out", str(tmp_path / "qos")])
+    assert done.exit_code == 0, done.output
+    written = [file.read_text() for file in (tmp_path / "qos").rglob("*") if file.is_file()]
+    assert any("20480" in text for text in written)
+
+
 def test_the_manifest() -> None:
     described = in_manifest()
     for role in Role:

@@ -210,7 +210,10 @@ def _show(figures: Figures, verdict: Comparison | None) -> None:
         ("TTFT mean / p50 / p99", _spread(figures.ttft_s)),
         ("TTST mean", _seconds(figures.ttst_s)),
         ("TPOT mean", _seconds(figures.tpot_s)),
-        ("SLO", f"{'met' if figures.slo.met else 'not met'}, {figures.slo.attained:.1%} within"),
+        (
+            f"mean TTFT <= {figures.slo.ttft_limit_s:g} s, TPOT <= {figures.slo.tpot_limit_s:g} s",
+            f"{'met' if figures.slo.met else 'not met'}, {figures.slo.attained:.1%} within",
+        ),
     ):
         table.add_row(name, value)
     for node, read in (figures.snic or {}).items():

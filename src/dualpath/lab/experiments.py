@@ -245,9 +245,10 @@ EXPERIMENTS: Final[Mapping[str, Experiment]] = MappingProxyType(
                         "1p1d",
                         1,
                         1,
-                        # Reading 4 MB takes 0.1 s of such a NIC, and 128 steps take seconds.
+                        # Reading 3 MB takes 0.06 s of such a NIC, and 560 steps take seconds: as
+                        # in the paper, where an answer takes longer than its KV by two orders.
                         Shape(
-                            agents=2, context_tokens=1024, turns=3, append_tokens=16, gen_tokens=128
+                            agents=2, context_tokens=768, turns=2, append_tokens=16, gen_tokens=560
                         ),
                         (PE_ONLY, DUALPATH, ORACLE),
                         storage_limits=False,
