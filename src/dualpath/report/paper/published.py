@@ -124,8 +124,7 @@ def _offline() -> Iterator[Published]:
         (
             "Basic 1P1D against Basic 1P2D",
             "DualPath 1P1D against Basic 2P1D",
-            "DualPath 2P1D against DualPath 1P2D: decode steps of the 27B calibration (10 ms + "
-            "0.2 ms a request) make 2P1D's one decode node the limit, which the paper's is not",
+            "DualPath 2P1D against DualPath 1P2D",
         ),
         1,
     ):

@@ -107,13 +107,13 @@ def _plots(series: dict[str, Any]) -> list[Section]:
         section = Section("Offline: completion time by agents and length")
         for name, by_row in series["offline"].items():
             panels = [_jct_panel(row.upper(), data) for row, data in by_row.items()]
-            section.plot(bars(panels), f"{_MODEL_NAMES[name]}. Mean over agents.")
+            section.plot(bars(panels), f"{_MODEL_NAMES[name]}. Until all have finished.")
         sections.append(
             section.text("The comparator is a model of SGLang with Mooncake, not a measurement.")
         )
     if "pd" in series:
         panels = [_jct_panel(row.upper(), data) for row, data in series["pd"].items()]
-        sections.append(Section("P/D ratios").plot(bars(panels), "DS 27B. Mean over agents."))
+        sections.append(Section("P/D ratios").plot(bars(panels), "DS 27B. Until all have finished."))
     if "rates" in series:
         sections += _online(series["rates"])
     if "ablation" in series:
