@@ -202,7 +202,7 @@ class StorageConfig(Section, frozen=True):
             own interface, below a 3FS mount) or ``auto``: nixl where it loads. Directories only.
         direct: bypass the page cache with O_DIRECT: ``auto`` where the file system takes it.
             Directories only.
-        capacity: most bytes kept; 0B for no limit.
+        capacity: most bytes kept; 0B for no limit other than the disk.
         batch_blocks: most blocks in one read or write submission.
         fsync: wait for stable storage before a block is published. Directories only.
         usrbio_library: 3FS's client library: a file name that the loader finds, or a path.

@@ -43,7 +43,7 @@ def go(process: subprocess.Popen[str]) -> None:
 
 
 def leftovers(store: Path) -> list[Path]:
-    return [path for path in (store / "tmp").glob("*/*") if path.is_file()]
+    return [path for path in (store / "tmp").glob("*/*") if path.is_file() and path.name != "hold"]
 
 
 @both

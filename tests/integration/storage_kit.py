@@ -55,4 +55,4 @@ def path_of(store: Path, block: BlockId, root: bytes = ROOT) -> Path:
 
 def leftovers(store: Path) -> list[Path]:
     """Unpublished files in the store."""
-    return [path for path in (store / "tmp").glob("*/*") if path.is_file()]
+    return [path for path in (store / "tmp").glob("*/*") if path.is_file() and path.name != "hold"]

@@ -183,11 +183,12 @@ def test_a_smaller_capacity_is_held_from_the_start(tmp_path: Path) -> None:
 def test_a_store_filled_without_a_limit_is_counted(tmp_path: Path) -> None:
     with open_store(tmp_path, 0) as store:
         put(store, chain(8))
-        assert not (tmp_path / "capacity").exists()
+        with closing(Ledger.visit(tmp_path)) as ledger:
+            assert not ledger.usage(soon()).counted
     with open_store(tmp_path, 6) as store:
         assert len(stored(store)) == 6
         check(store)
-    with open_store(tmp_path, 0) as store:  # from now on the account is kept, limit or not
+    with open_store(tmp_path, 0) as store:
         assert put(store, chain(20, "more")) == [PUBLISHED] * 20
         with open_store(tmp_path, 10) as limited:
             assert len(stored(limited)) == 10

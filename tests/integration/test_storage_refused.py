@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_no_file_can_be_made(tmp_path: Path, io: str, monkeypatch: pytest.Monkey
         first, others = blocks[:1], blocks[1:]
         assert store.write(ROOT, first, filled(first), soon()) == [WriteStatus.PUBLISHED]
         with monkeypatch.context() as full:
-            full.setattr(BlockWriter, "_draft", lambda *_: WriteStatus.FULL)
+            full.setattr(BlockWriter, "_draft", lambda *_: errno.ENOSPC)
             for _ in range(2):  # the second time because of the first
                 assert store.write(ROOT, others, filled(others), soon()) == [WriteStatus.FULL] * 2
         slots = empty(3)

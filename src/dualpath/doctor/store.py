@@ -27,6 +27,7 @@ from dualpath.storage import (
     open_upkeep,
     scratch_in_bucket,
 )
+from dualpath.storage.filesystem import is_of_one_machine
 from dualpath.storage.header import HEADER_BYTES
 from dualpath.storage.memory import aligned_buffers
 
@@ -135,8 +136,9 @@ def _judge_space(storage: StorageConfig, path: Path, free: int) -> Finding:
     capacity = storage.capacity
     text = f"{used:,} bytes stored, {free:,} free in {path}"
     if not capacity:
+        then = "old blocks go" if is_of_one_machine(path) else "nothing new is stored"
         return warn(
-            "storage space", f"{text}; no limit: the disk fills up, then nothing new is stored",
+            "storage space", f"{text}; no limit: the disk fills up, then {then}",
             "set storage.capacity",
         )  # fmt: skip
     if capacity - used > free:

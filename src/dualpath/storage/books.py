@@ -8,7 +8,8 @@
     <store>/tmp/<writer>/hold   what one writer has reserved, and which blocks must stay for it
 
 A holder of the lock that changes names first writes the ledger as *dirty*. If it dies there, the
-next one finds the flag and counts the directory. A writer's hold dies with its folder.
+next one finds the flag and counts the directory, or where nobody keeps to a limit notes that this
+has not been done. A writer's hold dies with its folder.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ LOG_LIMIT_BYTES: Final = 16 << 20
 """A log of this length is begun afresh; processes that keep an index list the store again."""
 _LOCK_POLL_S: Final = 0.0005
 _CRC: Final = struct.Struct("<I")
-_LEDGER: Final = struct.Struct("<8sQQQQ?")
+_LEDGER: Final = struct.Struct("<8sQQQQB")
 _LEDGER_MAGIC: Final = b"DPLEDGR1"
 _ENTRY: Final = struct.Struct("<?32s32s32sQ")
 _HOLD: Final = struct.Struct("<8sQI")
 _HOLD_MAGIC: Final = b"DPHOLD01"
 _NAME_BYTES: Final = 2 * KEY_BYTES
-_HOLD_STEP_BYTES: Final = 16 << 10
+HOLD_STEP_BYTES: Final = 16 << 10
+"""A hold file grows by so much, so that most changes need no room on the disk."""
+_DIRTY, _UNCOUNTED = 1, 2
 
 
 @dataclass(slots=True)
@@ -50,10 +53,12 @@ class Totals:
     Attributes:
         generation: counts how often the log was begun afresh.
         log_bytes: valid length of the log.
-        published_bytes: sizes of all published files.
+        published_bytes: sizes of all published files; means nothing while not ``counted``.
         reserved_bytes: what writers may still put on the disk; too high after a writer's death,
             until the holds are summed up again.
         dirty: a change was begun and not finished.
+        counted: somebody has counted the files since the account was begun. Who keeps to no limit
+            need not.
     """
 
     generation: int = 0
@@ -61,6 +66,7 @@ class Totals:
     published_bytes: int = 0
     reserved_bytes: int = 0
     dirty: bool = False
+    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +127,19 @@ class LedgerFile:
         if len(raw) < _LEDGER.size + _CRC.size:
             return None
         body = raw[: _LEDGER.size]
-        magic, generation, log_bytes, published, reserved, dirty = _LEDGER.unpack(body)
+        magic, generation, log_bytes, published, reserved, flags = _LEDGER.unpack(body)
         if magic != _LEDGER_MAGIC or _CRC.unpack_from(raw, _LEDGER.size)[0] != zlib.crc32(body):
             return None
-        return Totals(generation, log_bytes, published, reserved, dirty)
+        return Totals(
+            generation, log_bytes, published, reserved,
+            dirty=bool(flags & _DIRTY), counted=not flags & _UNCOUNTED,
+        )  # fmt: skip
 
     def save(self, totals: Totals) -> None:
         """Write the totals over the old ones, which takes no further room on the disk."""
         body = _LEDGER.pack(
             _LEDGER_MAGIC, totals.generation, totals.log_bytes, totals.published_bytes,
-            totals.reserved_bytes, totals.dirty,
+            totals.reserved_bytes, _DIRTY * totals.dirty | _UNCOUNTED * (not totals.counted),
         )  # fmt: skip
         _write(self._ledger, body + _CRC.pack(zlib.crc32(body)), 0)
 
@@ -199,9 +208,9 @@ class HoldFile:
         raw = body + _CRC.pack(zlib.crc32(body))
         if len(raw) > self._length:
             # Room first: a write that stops in the middle would spoil what stands there.
-            steps = -(-len(raw) // _HOLD_STEP_BYTES)
-            os.posix_fallocate(self._fd, 0, steps * _HOLD_STEP_BYTES)
-            self._length = steps * _HOLD_STEP_BYTES
+            steps = -(-len(raw) // HOLD_STEP_BYTES)
+            os.posix_fallocate(self._fd, 0, steps * HOLD_STEP_BYTES)
+            self._length = steps * HOLD_STEP_BYTES
         _write(self._fd, raw, 0)
 
     def close(self) -> None:

@@ -7,6 +7,9 @@ holds it; a holder that died is found out and the directory is counted.
 
 Each process keeps its own index of what could go (a ``Forest``), made by one listing when it first
 needs one and brought up to date from the ledger's log after that.
+
+Without a limit the account is kept for the order of names and for pins, so that blocks may go when
+the disk itself is full; nobody counts bytes then until somebody has to know them.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from dualpath.storage.books import (
     CAPACITY_DIR,
+    HOLD_FILE,
+    HOLD_STEP_BYTES,
     Entry,
     HoldFile,
     LedgerFile,
@@ -39,7 +44,7 @@ from dualpath.storage.limiter import remaining_s
 from dualpath.storage.paths import TMP_DIR, block_path
 from dualpath.storage.room import Changes, Ticket, settle_deadline, statuses_now
 from dualpath.storage.tempdir import TempArea, remove_abandoned
-from dualpath.storage.types import BlockId, StoreError, WriteStatus, status_of
+from dualpath.storage.types import NO_DISK, BlockId, StoreError, WriteStatus, status_of
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +69,9 @@ class Shrunk:
 
 
 class Ledger:
-    """A ``Room`` with a limit. Thread safe."""
+    """A ``Room`` with a limit, or at least an account. Thread safe."""
+
+    evicts = True
 
     def __init__(
         self,
@@ -74,6 +81,7 @@ class Ledger:
         counters: Counters,
     ) -> None:
         """Use ``open`` or ``visit``."""
+        self._counts = capacity_bytes > 0 or temp is None
         self.capacity_bytes = capacity_bytes
         self._limit_bytes = capacity_bytes or UNLIMITED_BYTES
         self._store = store
@@ -147,7 +155,14 @@ class Ledger:
         # Its own blocks too: room for the last must not be made by removing the first.
         pins = Counter({(root, key) for block in blocks for key in (block.key, block.parent)})
         try:
-            ticket = self._admit(root, blocks, file_bytes, pins, deadline)
+            try:
+                ticket = self._admit(root, blocks, file_bytes, pins, deadline)
+            except OSError as error:
+                # A full disk may have no room for what we hold either.
+                wanted_bytes = file_bytes + HOLD_STEP_BYTES
+                if error.errno not in NO_DISK or not self.make_room(wanted_bytes, deadline, pins):
+                    raise
+                ticket = self._admit(root, blocks, file_bytes, pins, deadline)
         except OSError as error:
             log.debug("no leave to write in %s: %s", self._store, error)
             yield Ticket([status_of(error.errno or errno.EIO)] * len(blocks))
@@ -185,6 +200,27 @@ class Ledger:
         """See ``Room``."""
         self._give_back(0, Counter([(root, key)]))
 
+    def make_room(self, wanted_bytes: int, deadline: float, spared: Collection[Name] = ()) -> int:
+        """See ``Room``. Nothing goes while a writer lives that keeps no account, for it has pinned
+        nothing and publishes without asking.
+
+        Args:
+            spared: blocks that stay beside those that are pinned.
+        """
+        with self._indexed(deadline) as (totals, forest):
+            remove_abandoned(self._tmp)
+            if stranger := self._stranger():
+                log.warning(
+                    "store %s: the disk is full, and nothing can be evicted while the writer of %s "
+                    "keeps no account: give all engines the same storage.capacity",
+                    self._store, stranger,
+                )  # fmt: skip
+                return 0
+            gone = self._evict(totals, forest, wanted_bytes, self._pinned() | set(spared))
+        freed = sum(size_bytes for _root, _block, size_bytes in gone)
+        self._counters.add("storage_disk_full_bytes", freed)
+        return freed
+
     def take_evicted(self) -> dict[bytes, list[bytes]]:
         """See ``Room``."""
         with self._mutex:
@@ -201,15 +237,14 @@ class Ledger:
     # ---- for maintenance -------------------------------------------------------------------------
 
     def usage(self, deadline: float) -> Totals:
-        """The present totals; reservations of dead writers may still be in them.
+        """The present totals; reservations of dead writers may still be in them. Where nobody
+        keeps to a limit they may be not ``counted``.
 
         Raises:
             OSError: as ``Room.changing``.
         """
         with self._locked(deadline) as totals:
-            return Totals(
-                totals.generation, totals.log_bytes, totals.published_bytes, totals.reserved_bytes
-            )
+            return replace(totals)
 
     def shrink(self, target_bytes: int, latest_s: float, deadline: float) -> Shrunk:
         """Evict until at most ``target_bytes`` are published, sparing what is pinned and what was
@@ -236,7 +271,7 @@ class Ledger:
             alone = True
         except BlockingIOError:
             alone = False
-        if alone:
+        if alone and self._counts:
             # Only now can nobody else be relied upon: the machine may have lost its power.
             with self._locked(deadline, trust=False):
                 pass
@@ -395,7 +430,7 @@ class Ledger:
 
     def _commit(self, totals: Totals, changes: Changes) -> None:
         """Enter what was changed; the ledger is clean after this."""
-        for entry in changes.entries:
+        for entry in changes.entries if totals.counted else ():
             totals.published_bytes += entry.size_bytes if entry.added else -entry.size_bytes
         totals.reserved_bytes -= changes.converted_bytes
         if changes.converted_bytes:
@@ -426,6 +461,11 @@ class Ledger:
         remove_abandoned(self._tmp)
         return self._reserved_bytes + sum(reserved for reserved, _pins in self._holds())
 
+    def _stranger(self) -> Path | None:
+        """The folder of a writer that keeps no account."""
+        folders = (path for path in self._tmp.iterdir() if path.is_dir())
+        return next((path for path in folders if not (path / HOLD_FILE).exists()), None)
+
     def _holds(self) -> Iterator[tuple[int, list[Name]]]:
         """What the other writers hold."""
         for folder in list(self._tmp.iterdir()):
@@ -451,6 +491,10 @@ class Ledger:
                     self._forest = Forest.scan(self._store)
                     self._forest_at = (totals.generation, totals.log_bytes)
                 if self._forest is not None:
+                    if not totals.counted or self._own is None:  # a visitor has just listed
+                        totals.published_bytes = self._forest.total_bytes
+                        totals.counted = True
+                        self._file.save(totals)
                     yield totals, self._forest
                     return
                 at = (totals.generation, totals.log_bytes)
@@ -481,32 +525,36 @@ class Ledger:
 
     @contextmanager
     def _locked(self, deadline: float, *, trust: bool = True) -> Iterator[Totals]:
-        """The books, ours alone. They are right: where not, the directory has been counted."""
+        """The books, ours alone. They are right: where not, the directory has been counted, unless
+        we need no number."""
         if not self._mutex.acquire(timeout=remaining_s(deadline, time.monotonic())):
             raise TimeoutError(errno.ETIMEDOUT, "another thread holds the books")
         try:
             self._file.lock(deadline)
             try:
                 totals = self._file.load()
-                if totals is None or totals.dirty or not trust:
-                    totals = self._count(totals)
+                wrong = totals is None or totals.dirty or not trust
+                if totals is None or wrong or (self.capacity_bytes and not totals.counted):
+                    totals = self._begin_anew(totals)
                 yield totals
             finally:
                 self._file.unlock()
         finally:
             self._mutex.release()
 
-    def _count(self, before: Totals | None) -> Totals:
-        """Totals from the directory itself."""
+    def _begin_anew(self, before: Totals | None) -> Totals:
+        """Totals from the directory itself, and an empty log."""
         start_s = time.monotonic()
         reserved = self._sum_of_holds()
-        published = count_bytes(self._store)
+        published = count_bytes(self._store) if self._counts else 0
         # A generation that nobody has an index of: the old ledger's number may be lost.
         generation = max(before.generation + 1 if before else 0, time.time_ns())
-        totals = Totals(generation, 0, published, reserved)
+        totals = Totals(generation, 0, published, reserved, counted=self._counts)
         self._file.begin_log(totals)
         self._file.save(totals)
-        log.info(
-            "counted %s: %d bytes, in %.2f s", self._store, published, time.monotonic() - start_s
-        )
+        if self._counts:
+            log.info(
+                "counted %s: %d bytes, in %.2f s",
+                self._store, published, time.monotonic() - start_s,
+            )  # fmt: skip
         return totals

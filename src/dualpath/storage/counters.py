@@ -14,7 +14,8 @@ class Counters:
     ``storage_read_blocks_<status>``, ``storage_write_blocks_<status>``;
     ``storage_corrupt_removed``, ``storage_corrupt_kept`` (could not be removed);
     ``storage_touch_failed`` (time of use could not be noted); ``storage_evicted_blocks``,
-    ``storage_evicted_bytes``, ``storage_evict_failed`` (could not be removed).
+    ``storage_evicted_bytes``, ``storage_evict_failed`` (could not be removed);
+    ``storage_disk_full_bytes`` (of the evicted ones, those that went because the disk was full).
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class Counters:
             self._totals[f"storage_write_blocks_{write.value}"] = 0
         for name in (
             "corrupt_removed", "corrupt_kept", "touch_failed",
-            "evicted_blocks", "evicted_bytes", "evict_failed",
+            "evicted_blocks", "evicted_bytes", "evict_failed", "disk_full_bytes",
         ):  # fmt: skip
             self._totals[f"storage_{name}"] = 0
 

@@ -29,6 +29,7 @@ class Store(Protocol):
         direct: whether no cache of this machine lies between.
         writable: False when blocks can only be read.
         capacity_bytes: most bytes in the store; 0 for no limit.
+        evicts: whether blocks may go to make room, so that those in use must be pinned.
     """
 
     layout: BlockLayout
@@ -36,6 +37,7 @@ class Store(Protocol):
     direct: bool
     writable: bool
     capacity_bytes: int
+    evicts: bool
 
     def read(
         self,
@@ -70,8 +72,8 @@ class Store(Protocol):
         """Store ``slots[i]`` as ``blocks[i]``, whole or not at all; one status a block.
 
         Publishing what is stored already is a success (``PRESENT``). The slots must not change
-        while the call lasts. With a capacity, room is made by evicting the least recently used
-        blocks without children; ``take_evicted`` names them.
+        while the call lasts. Where the store ``evicts``, room is made by taking away the least
+        recently used blocks without children; ``take_evicted`` names them.
 
         Args, Raises: as ``read``.
         """

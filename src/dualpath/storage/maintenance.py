@@ -42,7 +42,7 @@ def stats(store: str | Path) -> dict[bytes, RootStats]:
 
 
 def books(store: str | Path) -> Books | None:
-    """The capacity's account; None where nobody keeps one.
+    """The capacity's account; None where nobody keeps one, or keeps it without counting.
 
     Raises:
         OSError: it cannot be used, or is held by another process for too long.
@@ -52,7 +52,7 @@ def books(store: str | Path) -> Books | None:
         return None
     with closing(Ledger.visit(store)) as ledger:
         totals = ledger.usage(settle_deadline())
-    return Books(totals.published_bytes, totals.reserved_bytes)
+    return Books(totals.published_bytes, totals.reserved_bytes) if totals.counted else None
 
 
 def fsck(store: str | Path, *, repair: bool = False) -> FsckReport:

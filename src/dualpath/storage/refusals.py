@@ -22,16 +22,22 @@ REPEAT_AFTER_S: Final = 60.0
 REMEMBERED: Final = 4096
 """Refused blocks kept in mind; one that is forgotten only lets a useless block be stored."""
 _REFUSED: Final = {
-    WriteStatus.FULL: "there is no room (disk, quota or storage.capacity)",
-    WriteStatus.READ_ONLY: "it cannot be written",
-    WriteStatus.FAILED: "the file system reports errors",
+    WriteStatus.FULL: "there is no room, and all that is stored is in use, or eviction did not "
+    "help; raise storage.capacity, or free the disk or its quota",
+    WriteStatus.READ_ONLY: "it cannot be written; see mount and permissions",
+    WriteStatus.FAILED: "it reports errors; see the log of its server or of the kernel",
 }
+_NO_EVICTION: Final = (
+    "there is no room, and without storage.capacity nothing is evicted here; set it, or run "
+    "'dualpath store gc --target SIZE'"
+)
 
 
 class Refusals:
     """What a store's writer last said about it. Thread safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, evicts: bool) -> None:
+        self._evicts = evicts
         self._lock = threading.Lock()
         self._said: WriteStatus | None = None
         self._said_s = float("-inf")
@@ -50,9 +56,12 @@ class Refusals:
         if refused is None:
             log.warning("store %s takes blocks again", store)
         else:
+            why = _REFUSED[refused]
+            if refused is WriteStatus.FULL and not self._evicts:
+                why = _NO_EVICTION
             log.warning(
                 "store %s does not take new blocks: %s. Serving goes on without storing them",
-                store, _REFUSED[refused],
+                store, why,
             )  # fmt: skip
 
 

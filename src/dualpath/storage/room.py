@@ -58,6 +58,8 @@ class Room(Protocol):
 
     capacity_bytes: int
     """Most bytes in the store; 0 for no limit."""
+    evicts: bool
+    """Whether blocks may go to make room, and pins are kept."""
 
     @contextmanager
     def admit(
@@ -89,6 +91,13 @@ class Room(Protocol):
     def unpin(self, root: bytes, key: bytes) -> None:
         """Undo one ``pin``."""
 
+    def make_room(self, wanted_bytes: int, deadline: float) -> int:
+        """Evict so much, or what may go, because the disk itself is full; the bytes evicted.
+
+        Raises:
+            OSError: as ``changing``.
+        """
+
     def take_evicted(self) -> dict[bytes, list[bytes]]:
         """Keys by root that were evicted through this object since the last call."""
 
@@ -100,6 +109,7 @@ class Unlimited:
     """Room without a limit: asks nobody and keeps no account."""
 
     capacity_bytes = 0
+    evicts = False
 
     def __init__(self, store: Path) -> None:
         self._store = store
@@ -123,6 +133,11 @@ class Unlimited:
 
     def unpin(self, root: bytes, key: bytes) -> None:
         """See ``Room``."""
+
+    def make_room(self, wanted_bytes: int, deadline: float) -> int:
+        """See ``Room``. Nothing is evicted here."""
+        del wanted_bytes, deadline
+        return 0
 
     def take_evicted(self) -> dict[bytes, list[bytes]]:
         """See ``Room``."""

@@ -16,6 +16,7 @@ from dualpath.blocks import BlockLayout
 from dualpath.storage.blockio import BlockIO
 from dualpath.storage.capacity import Ledger
 from dualpath.storage.counters import Counters
+from dualpath.storage.filesystem import is_of_one_machine
 from dualpath.storage.header import HEADER_BYTES
 from dualpath.storage.limiter import Limiter
 from dualpath.storage.memory import check_call
@@ -23,10 +24,12 @@ from dualpath.storage.parts import Parts
 from dualpath.storage.paths import BLOCKS_DIR, TMP_DIR, block_path, scan_blocks
 from dualpath.storage.probe import choose_direct, choose_io, open_usrbio
 from dualpath.storage.reading import BlockReader
-from dualpath.storage.refusals import Gaps, stored_in
+from dualpath.storage.refusals import Gaps, Refusals, stored_in
+from dualpath.storage.relief import Relief
 from dualpath.storage.room import Room, Unlimited, settle_deadline
 from dualpath.storage.tempdir import TempArea, foreign_writers
 from dualpath.storage.types import (
+    NO_DISK,
     BlockId,
     ReadStatus,
     StoreClosedError,
@@ -39,6 +42,8 @@ from dualpath.storage.writing import BlockWriter
 log = logging.getLogger(__name__)
 
 _SYNC_THREADS: Final = 8
+_OPEN_ROOM_BYTES: Final = 256 << 10
+"""More than a writer's folder and what it holds need, also where a name takes a block."""
 
 
 class BlockStore:
@@ -55,6 +60,7 @@ class BlockStore:
         direct: whether the page cache is bypassed.
         writable: False when the directory could only be opened for reading.
         capacity_bytes: most bytes in the store; 0 for no limit.
+        evicts: whether blocks may go to make room: with a capacity, and when the disk is full.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class BlockStore:
         self.direct = io.name == "usrbio" or bool(reader.open_flags & os.O_DIRECT)
         self.writable = temp is not None
         self.capacity_bytes = room.capacity_bytes
+        self.evicts = room.evicts
         self._io = io
         self._temp = temp
         self._reader = reader
@@ -113,6 +120,7 @@ class BlockStore:
             read_limiter, write_limiter: the node's storage NIC; unlimited when None.
             capacity_bytes: most bytes in published and private files together, the same for all
                 processes that share the store; 0 for no limit. What is too much is evicted here.
+                Without a limit blocks go when the disk is full, if it is this machine's own.
             usrbio_library: 3FS's client library, for ``usrbio``.
 
         Raises:
@@ -137,7 +145,7 @@ class BlockStore:
                 undo.callback(temp.close)
             if on_3fs and capacity_bytes:
                 _refuse_other_hosts(store)
-            room = undo.enter_context(closing(_room(store, capacity_bytes, temp, counters)))
+            room = undo.enter_context(closing(_room(store, capacity_bytes, temp, counters, on_3fs)))
             use_direct = not on_3fs and choose_direct(direct, temp)
             method: BlockIO = (
                 open_usrbio(usrbio_library, store, temp, batch_blocks, file_bytes)
@@ -154,8 +162,8 @@ class BlockStore:
         )  # fmt: skip
         writer = BlockWriter(
             store, layout, method, flags, fsync, batch_blocks,
-            write_limiter or Limiter.unlimited(), temp, counters, pool, room,
-            Gaps(stored_in(store)), parts, closed_status=closed_status,
+            write_limiter or Limiter.unlimited(), temp, counters, pool, room, Relief(store, room),
+            Gaps(stored_in(store)), parts, Refusals(evicts=room.evicts), closed_status,
         )  # fmt: skip
         log.info(
             "store %s: io %s, O_DIRECT %s, fsync %s, %s, capacity %s", store, method.name,
@@ -212,9 +220,9 @@ class BlockStore:
         """Store ``slots[i]`` as ``blocks[i]``, whole or not at all.
 
         Publishing what is stored already is a success (``PRESENT``) and moves no bytes. The
-        slots must not change while the call lasts. A private file never outlives the call. With
-        a capacity, room is made by evicting the least recently used blocks without children;
-        ``take_evicted`` names them.
+        slots must not change while the call lasts. A private file never outlives the call. Where
+        the store ``evicts``, room is made by taking away the least recently used blocks without
+        children; ``take_evicted`` names them.
 
         Args, Raises: as ``read``.
 
@@ -252,7 +260,7 @@ class BlockStore:
         """Keep a block from eviction, by any process, until ``unpin`` or the end of this process.
 
         A parent never goes before its children, so this keeps the whole chain up to the block. It
-        need not be there. Pins count. Without a capacity nothing is evicted and this does nothing.
+        need not be there. Pins count. Where nothing is evicted this does nothing.
 
         Raises:
             OSError: the capacity's books cannot be used before ``deadline``; nothing is pinned.
@@ -301,15 +309,22 @@ def _prepare(store: Path, *, locks_are_local: bool) -> tuple[TempArea | None, Wr
     read."""
     try:
         (store / BLOCKS_DIR).mkdir(parents=True, exist_ok=True)
-        temp = TempArea.create(store / TMP_DIR, locks_are_local=locks_are_local)
+        try:
+            temp = TempArea.create(store / TMP_DIR, locks_are_local=locks_are_local)
+        except OSError as error:
+            if error.errno not in NO_DISK or not _make_room_to_open(store):
+                raise
+            temp = TempArea.create(store / TMP_DIR, locks_are_local=locks_are_local)
         return temp, WriteStatus.FAILED
     except OSError as error:
         status = status_of(error.errno or errno.EIO)
         refused = status in (WriteStatus.READ_ONLY, WriteStatus.FULL)
         if refused and (store / BLOCKS_DIR).is_dir():
+            todo = "free the disk" if status is WriteStatus.FULL else "see mount and permissions"
             log.warning(
-                "store %s can only be read until it is opened again: %s", store, error.strerror
-            )
+                "store %s can only be read until it is opened again: %s; %s and restart the engine",
+                store, error.strerror, todo,
+            )  # fmt: skip
             return None, status
         raise StoreError(f"storage.path: {store} cannot be used: {error.strerror}") from error
 
@@ -324,9 +339,34 @@ def _refuse_other_hosts(store: Path) -> None:
         )
 
 
-def _room(store: Path, capacity_bytes: int, temp: TempArea | None, counters: Counters) -> Room:
+def _make_room_to_open(store: Path) -> bool:
+    """Let some blocks go so that a writer can begin on a full disk; whether any did."""
+    if not Ledger.exists(store):
+        return False  # nobody has pinned what is in use
+    try:
+        with closing(Ledger.visit(store)) as ledger:
+            freed = ledger.make_room(_OPEN_ROOM_BYTES, settle_deadline())
+    except OSError as error:
+        log.warning("store %s: the disk is full, and nothing is evicted: %s", store, error)
+        return False
+    if freed:
+        log.warning("store %s: the disk is full; %d bytes of blocks went", store, freed)
+    return freed > 0
+
+
+def _room(
+    store: Path, capacity_bytes: int, temp: TempArea | None, counters: Counters, on_3fs: bool
+) -> Room:
     if temp is None:
         return Unlimited(store)  # nothing is written, and nothing can be removed
     if capacity_bytes or Ledger.exists(store):
         return Ledger.open(store, capacity_bytes, temp, counters)
-    return Unlimited(store)
+    # A lock a batch, for all engines one after the other, is nothing on a disk of this machine and
+    # much on a file system that many share: there an account is kept only when it is asked for.
+    if on_3fs or not is_of_one_machine(store):
+        return Unlimited(store)
+    try:
+        return Ledger.open(store, 0, temp, counters)
+    except StoreError as error:
+        log.warning("blocks will not be evicted when the disk is full: %s", error)
+        return Unlimited(store)

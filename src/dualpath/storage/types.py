@@ -8,7 +8,9 @@ from typing import Final
 
 import msgspec
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""The disk or its quota is full, so that removing files makes room."""
+_FULL: Final = NO_DISK | {errno.EFBIG}
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 

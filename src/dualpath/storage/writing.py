@@ -24,9 +24,10 @@ from dualpath.storage.memory import aligned_buffers
 from dualpath.storage.parts import Parts
 from dualpath.storage.paths import BLOCKS_DIR, block_dir, block_path
 from dualpath.storage.refusals import Gaps, Refusals
+from dualpath.storage.relief import TRIES, Relief
 from dualpath.storage.room import Changes, Room, Ticket, settle_deadline
 from dualpath.storage.tempdir import TempArea
-from dualpath.storage.types import BlockId, WriteStatus, status_of
+from dualpath.storage.types import NO_DISK, BlockId, WriteStatus, status_of
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,24 @@ class _Draft:
 
 
 @dataclass(slots=True)
+class _Outcomes:
+    """What became of the blocks of a batch, by index.
+
+    Attributes:
+        unplaced: blocks that the disk, or its quota, had no room for.
+    """
+
+    statuses: list[WriteStatus]
+    unplaced: set[int] = field(default_factory=set)
+
+    def refused(self, index: int, code: int) -> None:
+        """The operating system said so."""
+        self.statuses[index] = status_of(code)
+        if code in NO_DISK:
+            self.unplaced.add(index)
+
+
+@dataclass(slots=True)
 class BlockWriter:
     """Publishes blocks. Thread safe.
 
@@ -55,6 +74,7 @@ class BlockWriter:
         temp: where private files go; None when the store cannot be written.
         closed_status: what becomes of every block while ``temp`` is None.
         room: asked before a private file is made.
+        relief: makes room when the disk itself has none.
         gaps: blocks that got no room lately.
         pool: threads that wait for fsync; the file system joins concurrent ones.
         parts: where blocks are hashed while others of their batch are being written.
@@ -71,9 +91,10 @@ class BlockWriter:
     counters: Counters
     pool: ThreadPoolExecutor
     room: Room
+    relief: Relief
     gaps: Gaps
     parts: Parts
-    refusals: Refusals = field(default_factory=Refusals)
+    refusals: Refusals
     closed_status: WriteStatus = WriteStatus.READ_ONLY
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _durable_dirs: set[Path] = field(default_factory=set)
@@ -139,32 +160,58 @@ class BlockWriter:
             self._clear_damaged(root, block)
         # The ticket outlives the private files: room is given back when they are gone.
         with self.room.admit(root, blocks, file_bytes, deadline) as ticket:
-            statuses = [status or WriteStatus.EXPIRED for status in ticket.statuses]
+            done = _Outcomes([status or WriteStatus.EXPIRED for status in ticket.statuses])
             wanted = [i for i, status in enumerate(ticket.statuses) if status is None]
-            if wanted:
-                passed_s = self.limiter.reserve(len(wanted) * file_bytes, deadline)
-                if passed_s is None:
-                    return statuses
-                with self._drafts(temp) as drafts:
-
-                    def work(span: slice) -> None:
-                        made = {}
-                        for i in wanted[span]:
-                            draft = self._draft(temp, root, blocks[i], headers[i], slots[i])
-                            if isinstance(draft, WriteStatus):
-                                statuses[i] = draft
-                            else:
-                                drafts[i] = made[i] = draft
-                        if made:  # no file could even be made: the disk is full, or gone
-                            self._fill(made, deadline)
-
-                    self.parts.run(work, len(wanted), file_bytes)
-                    self.limiter.wait_until(passed_s)
-                    for index, status in self._publish_all(root, drafts, ticket, deadline).items():
-                        statuses[index] = status
+            self._try(temp, root, blocks, slots, headers, wanted, ticket, done, deadline)
+            tries = 0
+            while done.unplaced and tries < TRIES:
+                tries += 1
+                wanted = sorted(done.unplaced)
+                # One more: names and folders take room too.
+                if not self.relief.make_room((len(wanted) + 1) * file_bytes, deadline):
+                    break
+                done.unplaced.clear()
+                self._try(temp, root, blocks, slots, headers, wanted, ticket, done, deadline)
+            if tries == TRIES and done.unplaced:
+                self.relief.in_vain()
             # Inside: a block that is said to be there must not be evicted before its name is safe.
-            self._sync_dirs(root, blocks, statuses)
-        return statuses
+            self._sync_dirs(root, blocks, done.statuses)
+        return done.statuses
+
+    def _try(
+        self,
+        temp: TempArea,
+        root: bytes,
+        blocks: Sequence[BlockId],
+        slots: Sequence[memoryview],
+        headers: Sequence[memoryview],
+        wanted: Sequence[int],
+        ticket: Ticket,
+        done: _Outcomes,
+        deadline: float,
+    ) -> None:
+        """Write and publish the ``wanted`` ones of ``blocks``; their private files are gone when
+        this returns."""
+        file_bytes = HEADER_BYTES + self.layout.slot_bytes
+        passed_s = self.limiter.reserve(len(wanted) * file_bytes, deadline) if wanted else None
+        if passed_s is None:
+            return
+        with self._drafts(temp) as drafts:
+
+            def work(span: slice) -> None:
+                made = {}
+                for i in wanted[span]:
+                    draft = self._draft(temp, root, blocks[i], headers[i], slots[i])
+                    if isinstance(draft, int):
+                        done.refused(i, draft)
+                    else:
+                        drafts[i] = made[i] = draft
+                if made:  # no file could even be made: the disk is full, or gone
+                    self._fill(made, deadline)
+
+            self.parts.run(work, len(wanted), file_bytes)
+            self.limiter.wait_until(passed_s)
+            self._publish_all(root, drafts, ticket, done, deadline)
 
     def _clear_damaged(self, root: bytes, block: BlockId) -> None:
         """A file of a wrong size can only be damaged; it would keep the good one out for ever."""
@@ -207,14 +254,15 @@ class BlockWriter:
 
     def _draft(
         self, temp: TempArea, root: bytes, block: BlockId, header: memoryview, slot: memoryview
-    ) -> _Draft | WriteStatus:
+    ) -> _Draft | int:
+        """The private file, open; or why there is none (an errno)."""
         path = temp.new_path()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self.open_flags
         try:
             fd = os.open(path, flags, 0o666)
         except OSError as error:
             log.debug("cannot create %s: %s", path, error.strerror)
-            return status_of(error.errno or EIO)
+            return error.errno or EIO
         header[:] = BlockHeader(
             root, block.key, block.parent, self.layout.full_block_bytes, self.layout.slot_bytes,
             checksum(slot), fingerprint(self.layout),
@@ -248,23 +296,37 @@ class BlockWriter:
         return 0
 
     def _publish_all(
-        self, root: bytes, drafts: dict[int, _Draft], ticket: Ticket, deadline: float
-    ) -> dict[int, WriteStatus]:
-        statuses = {i: status_of(draft.code) for i, draft in drafts.items() if draft.code}
+        self,
+        root: bytes,
+        drafts: dict[int, _Draft],
+        ticket: Ticket,
+        done: _Outcomes,
+        deadline: float,
+    ) -> None:
+        for index, draft in drafts.items():
+            if draft.code:
+                done.refused(index, draft.code)
         whole = {i: draft for i, draft in drafts.items() if not draft.code}
         if not whole:
-            return statuses
+            return
         try:
             with self.room.changing(deadline) as changes:
                 for index, draft in whole.items():
-                    statuses[index] = self._publish(root, draft, changes, ticket)
+                    outcome = self._publish(root, draft, changes, ticket)
+                    if isinstance(outcome, int):
+                        done.refused(index, outcome)
+                    else:
+                        done.statuses[index] = outcome
         except OSError as error:
             log.warning("%s: %d blocks are not published: %s", self.store, len(whole), error)
-            statuses |= dict.fromkeys(whole, status_of(error.errno or EIO))
-        return statuses
+            for index in whole:
+                done.statuses[index] = status_of(error.errno or EIO)
 
-    def _publish(self, root: bytes, draft: _Draft, changes: Changes, ticket: Ticket) -> WriteStatus:
-        """Give the finished file its name: the one step that makes it visible."""
+    def _publish(
+        self, root: bytes, draft: _Draft, changes: Changes, ticket: Ticket
+    ) -> WriteStatus | int:
+        """Give the finished file its name: the one step that makes it visible. An errno when it
+        cannot be done."""
         path = block_path(self.store, root, draft.block)
         try:
             try:
@@ -276,7 +338,7 @@ class BlockWriter:
             return WriteStatus.PRESENT
         except OSError as error:
             log.debug("cannot publish %s: %s", path, error.strerror)
-            return status_of(error.errno or EIO)
+            return error.errno or EIO
         changes.published(root, draft.block, draft.op.total_bytes, ticket)
         return WriteStatus.PUBLISHED
 

@@ -162,7 +162,7 @@ class Services:
                 self._unpinned.append((root, key))
                 logger.warning("a chain is not protected from eviction: %s", error)
 
-        if self.store.capacity_bytes:
+        if self.store.evicts:
             await asyncio.shield(self.in_pool(self.pinners, work))
 
     def unpin_chain(self, root: bytes, key: bytes) -> None:
@@ -174,7 +174,7 @@ class Services:
             else:
                 self.store.unpin(root, key)
 
-        if self.store.capacity_bytes:
+        if self.store.evicts:
             self.in_pool(self.pinners, work)
 
     async def read_blocks(

@@ -30,7 +30,7 @@ from dualpath.storage.objects.capacity import Capacity
 from dualpath.storage.objects.names import PROBE_FOLDER, block_object, parse_object, root_folder
 from dualpath.storage.objects.reading import ObjectReader
 from dualpath.storage.objects.writing import ObjectWriter, stored_in
-from dualpath.storage.refusals import Gaps
+from dualpath.storage.refusals import Gaps, Refusals
 from dualpath.storage.types import (
     BlockId,
     ReadStatus,
@@ -63,6 +63,7 @@ class ObjectStore:
         self.layout = layout
         self.writable = writer.closed_status is None
         self.capacity_bytes = account.capacity_bytes
+        self.evicts = account.capacity_bytes > 0
         self._bucket = bucket
         self._reader = reader
         self._writer = writer
@@ -120,6 +121,7 @@ class ObjectStore:
         writer = ObjectWriter(
             bucket, layout, most, write_limiter or Limiter.unlimited(), exclusive, closed_status,
             counters, account, pools[1], Gaps(stored_in(bucket)),
+            Refusals(evicts=account.capacity_bytes > 0),
         )  # fmt: skip
         log.info(
             "store %s: %s, conditional writes %s, capacity %s", bucket.where,

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dualpath.blocks import BlockLayout
 from dualpath.storage.counters import Counters
@@ -46,7 +46,7 @@ class ObjectWriter:
     account: BlockAccount
     pool: ThreadPoolExecutor
     gaps: Gaps
-    refusals: Refusals = field(default_factory=Refusals)
+    refusals: Refusals
 
     def write(
         self,
