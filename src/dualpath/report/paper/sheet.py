@@ -113,7 +113,8 @@ def _plots(series: dict[str, Any]) -> list[Section]:
         )
     if "pd" in series:
         panels = [_jct_panel(row.upper(), data) for row, data in series["pd"].items()]
-        sections.append(Section("P/D ratios").plot(bars(panels), "DS 27B. Until all have finished."))
+        caption = "DS 27B. Until all have finished."
+        sections.append(Section("P/D ratios").plot(bars(panels), caption))
     if "rates" in series:
         sections += _online(series["rates"])
     if "ablation" in series:
