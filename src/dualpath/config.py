@@ -219,6 +219,8 @@ class StorageConfig(Section, frozen=True):
     s3: S3Config = S3Config()
 
     def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise ValueError("path: must name a directory or s3://bucket/prefix, got nothing")
         if "://" in self.path and _S3_PATH.fullmatch(self.path) is None:
             raise ValueError(
                 f"path: {self.path!r} is neither a directory nor s3://bucket/prefix in lower case"

@@ -74,6 +74,17 @@ def test_wrong_usage_is_one_line(
     )
     assert "--snic: expected a rate" in failing(capsys, "demo", "--snic", "fast")
     assert "--model: expected smollm2 or tiny" in failing(capsys, "demo", "--model", "gpt")
+    many = ["replay", "t.jsonl", "--url", "http://h", "--agents", str(10**20)]
+    assert "--agents" in failing(capsys, *many)
+    assert "--prefill" in failing(capsys, "up", "--prefill", "1000000")
+    assert "--store: path: must name" in failing(capsys, "up", "--model", "/m", "--store", "")
+    engine = ["engine", "--config", str(cluster_file), "--role", "decode"]
+    assert "--rank: 1 does not exist" in failing(capsys, *engine, "--rank", "1")
+    profile = ["profile", "--config", str(cluster_file), "--url"]
+    assert "--url: must be such as" in failing(capsys, *profile, "http://")
+    out = ["http://127.0.0.1:9", "--out", str(tmp_path)]
+    assert "--out: " in failing(capsys, *profile, *out)
+    assert "STORE: path:" in failing(capsys, "store", "stats", "s3://")
 
 
 def test_oracle_is_refused_outside_benchmarks(
@@ -194,3 +205,18 @@ def test_a_conversion_that_fails_says_why_and_leaves_nothing(
     with pytest.raises(models.ModelError, match="cannot be prepared: no such package"):
         models.ensure(models.BundledModel.TINY, tmp_path)
     assert not models.model_path(models.BundledModel.TINY, tmp_path).exists()
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], cluster_file: Path, tmp_path: Path
+) -> None:
+    file, empty = ["--config", str(cluster_file)], tmp_path / "empty"
+    empty.mkdir()
+    engine = ["engine", *file, "--role", "prefill", "--rank", "0", "--control", "h:9"]
+    for command in (["up", *file], ["profile", *file], engine):
+        assert "model.path: there is no folder /m" in failing(capsys, *command)
+    assert "--model: there is no folder /n" in failing(capsys, "up", "--model", "/n")
+    assert "has no config.json" in failing(capsys, "up", "--model", str(empty))
+    cluster_file.write_text(TWO_NODES.replace("/m", str(empty)))
+    for command in (["up", *file], ["serve", *file], engine):
+        assert "has no config.json" in failing(capsys, *command)

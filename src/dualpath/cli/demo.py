@@ -27,6 +27,7 @@ from dualpath.cli.trace import JsonFlag
 from dualpath.config import ConfigError, Mode, parse_rate
 from dualpath.engine import models
 from dualpath.engine.launch import NoEngine
+from dualpath.engine.model_files import check_folder
 from dualpath.serve.local import ClusterFailed
 from dualpath.serve.ports import NoFreePort
 from dualpath.serve.supervise import StartFailed
@@ -65,6 +66,7 @@ def demo_command(
     try:
         console.print(f"[bold]1/4[/bold] model {bundled.value}", highlight=False)
         path = models.ensure(bundled)
+        check_folder(path, field="--model")
         with _folder(keep, console) as (folder, keep_it):
             logging.basicConfig(filename=folder / "demo.log", level=logging.INFO, format=_FORMAT)
             stage = _stage(path, snic, talks, folder, console)

@@ -13,6 +13,7 @@ import typer
 from dualpath import config as cluster
 from dualpath.config import ClusterConfig, ConfigError, Role
 from dualpath.engine import launch
+from dualpath.engine.model_files import check_model
 
 
 def engine_command(
@@ -41,6 +42,11 @@ def engine_command(
     except launch.NoEngine as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+    if rank >= (count := len(described.engines(role))):
+        raise ConfigError(
+            f"--rank: {rank} does not exist; {config} has {count} {role.value} engines, "
+            "numbered from 0"
+        )
     place = launch.EnginePlace(
         config_file=config,
         role=role,
@@ -55,6 +61,11 @@ def engine_command(
     if print_command:
         typer.echo(command.shell())
         return
+    served = described.model
+    check_model(
+        served.path, field=f"{config}: model.path", revision=served.revision,
+        extra_args=described.engine.extra_args, env={**os.environ, **command.env},
+    )  # fmt: skip
     try:
         place.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -17,6 +17,7 @@ from dualpath.cli.signals import say_stopping, until_stopped
 from dualpath.cli.starting import engine_progress
 from dualpath.config import Mode
 from dualpath.engine import models
+from dualpath.engine.model_files import check_model
 from dualpath.lab import claim
 from dualpath.lab.cluster import lab_cluster
 from dualpath.lab.network import FolderError, LabError, check_root, lab_network
@@ -59,6 +60,8 @@ def up_command(
     try:
         if engines and (bundled := models.bundled(model)) is not None:
             spec = dataclasses.replace(spec, model=str(models.ensure(bundled)))
+        if engines:
+            check_model(spec.model, field="--model")
         uvloop.run(_up(spec, run_dir, engines, console))
     except FolderError as error:
         bad_input(f"--run-dir: {error}")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import platform
 import shutil
@@ -25,6 +26,7 @@ from dualpath.cli.signals import say_stopping, until_stopped
 from dualpath.cli.starting import engine_progress
 from dualpath.cli.trace import JsonFlag
 from dualpath.config import ClusterConfig, ConfigError, StorageConfig
+from dualpath.engine.model_files import check_model
 from dualpath.engine.program import engine_argv
 from dualpath.model import ModelFacts, UnsupportedModel
 from dualpath.scheduler.attention_time import FitRefusedError
@@ -34,6 +36,7 @@ from dualpath.serve.ports import NoFreePort
 from dualpath.serve.supervise import StartFailed
 from dualpath.storage import StoreError, scratch_in_bucket
 from dualpath.workload.agents import DEFAULT_VOCAB
+from dualpath.workload.options import fault_of_url
 from dualpath.workload.profile_options import Measured, ProfileOptions, Report
 from dualpath.workload.profile_target import ProfileFailed
 from dualpath.workload.profiling import measure
@@ -73,11 +76,20 @@ def profile_command(
     """Measure each node's SNIC read rate, a PE's prefill rate and its attention times; write the
     scheduler's alpha and beta and the compute quota's model to a file."""
     described = cluster.load(config)
-    if url and not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: must start with http:// or https://, got {url!r}")
+    if url and (wrong := fault_of_url(url)):
+        raise ConfigError(f"--url: {wrong}")
+    if not timeout < math.inf:
+        raise ConfigError("--timeout: must be finite")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: there is no folder {out.absolute().parent}")
+    if out.is_dir():
+        raise ConfigError(f"--out: {out} is a folder; name a file")
     hit_ratio = _hit_ratio(trace)
+    if not url:
+        check_model(
+            described.model.path, field=f"{config}: model.path", revision=described.model.revision,
+            extra_args=described.engine.extra_args, env=os.environ | described.engine.env,
+        )  # fmt: skip
     console = Console(stderr=True)
     options = ProfileOptions(
         url=url,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from dualpath.cli.trace import JsonFlag, bad_input
 from dualpath.model import ModelFacts, UnsupportedModel
 from dualpath.workload.agents import (
     DEFAULT_VOCAB,
+    FIRST_PLAIN_ID,
     Agent,
     ChatAgent,
     corpus_conversations,
@@ -29,13 +31,15 @@ from dualpath.workload.agents import (
 from dualpath.workload.compare import Comparison, compare
 from dualpath.workload.measure import Figures, Spread
 from dualpath.workload.options import Progress, ReplayOptions, ReplayResult
-from dualpath.workload.records import RecordError, read_records
+from dualpath.workload.records import FILE_NAME, RecordError, read_records
 from dualpath.workload.replay import replay
 from dualpath.workload.stream import RequestFailed
 from dualpath.workload.trace import TraceError, Trajectory, read_trace
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+_LINE_EVERY_S = 30.0
+_MOST_AGENTS = 1_000_000
 
 
 def replay_command(
@@ -43,7 +47,11 @@ def replay_command(
     url: Annotated[str, typer.Option(help="OpenAI-compatible endpoint, e.g. http://host:8000.")],
     agents: Annotated[
         int | None,
-        typer.Option(min=1, help="Agents; more than the trace holds reuse it [all of the trace]."),
+        typer.Option(
+            min=1,
+            max=_MOST_AGENTS,
+            help="Agents; more than the trace holds reuse it [all of the trace].",
+        ),
     ] = None,
     aps: Annotated[
         float | None, typer.Option(help="Agents arriving a second (Poisson) [all at once].")
@@ -86,23 +94,33 @@ def replay_command(
 ) -> None:
     """Replay the agents of TRACE against an endpoint and measure JCT, TTFT, TTST and TPOT."""
     try:
-        options = ReplayOptions(
-            url=url, model=model, api_key=api_key, seed=seed, aps=aps,
-            latency_scale=latency_scale, timeout_s=timeout, retries=retries,
-            slo_ttft_s=slo_ttft, slo_tpot_s=slo_tpot, out=out,
-            keep_records=compare_with is not None,
-        )  # fmt: skip
+        with _named("--"):
+            options = ReplayOptions(
+                url=url, model=model, api_key=api_key, seed=seed, aps=aps,
+                latency_scale=latency_scale, timeout_s=timeout, retries=retries,
+                slo_ttft_s=slo_ttft, slo_tpot_s=slo_tpot, out=out,
+                keep_records=compare_with is not None,
+            )  # fmt: skip
+        if out is not None and (out / FILE_NAME).exists():
+            raise ValueError(f"--out: {out / FILE_NAME}: exists already; name another folder")
+        if out is not None and out.exists() and not out.is_dir():
+            raise ValueError(f"--out: {out}: is no folder")
         trajectories = list(islice(read_trace(trace), agents))
         count = len(trajectories) if agents is None else agents
-        earlier = list(read_records(compare_with)) if compare_with else None
+        with _named("--compare: "):
+            earlier = list(read_records(compare_with)) if compare_with else None
         if answers not in ("server", "stand-in"):
-            raise ValueError(f"--answers must be 'server' or 'stand-in', got {answers!r}")
+            raise ValueError(f"--answers: must be 'server' or 'stand-in', got {answers!r}")
         stand_in = answers == "stand-in"
         made: Sequence[Agent]
         if text is not None:
-            made = _chat_agents(text, trajectories, count, seed, token_ids=not stand_in)
+            with _named("--text: "):
+                made = _chat_agents(text, trajectories, count, seed, token_ids=not stand_in)
         else:
-            made = token_agents(trajectories, count, seed, _vocab(vocab, model_config), stand_in)
+            size = _vocab(vocab, model_config)
+            if size <= FIRST_PLAIN_ID:
+                raise ValueError(f"--vocab: must be above {FIRST_PLAIN_ID}, got {size}")
+            made = token_agents(trajectories, count, seed, size, stand_in)
     except (TraceError, RecordError, UnsupportedModel, ValueError) as error:
         bad_input(str(error))
     result = _run(made, options)
@@ -124,6 +142,20 @@ def replay_command(
         raise typer.Exit(EXIT_INTERRUPTED)
     if not result.ok or (verdict is not None and not verdict.equal):
         raise typer.Exit(EXIT_FAILED)
+
+
+@contextlib.contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Name the option in what is wrong with it; ``--`` takes its name from the error, which opens
+    with the field's."""
+    try:
+        yield
+    except (ValueError, RecordError) as error:
+        text = str(error)
+        if option == "--":
+            field, _, rest = text.partition(" ")
+            text = f"{field.removesuffix('_s').replace('_', '-')}: {rest}"
+        raise ValueError(f"{option}{text}") from None
 
 
 def _run(agents: Sequence[Agent], options: ReplayOptions) -> ReplayResult:
@@ -156,8 +188,10 @@ async def _until_interrupted(
 
 @contextlib.contextmanager
 def replay_progress(title: str) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on stderr, when that is a terminal; yields what ``replay`` reports to."""
+    """A progress bar on stderr, or a line each half minute where that is no terminal; yields what
+    ``replay`` reports to."""
     console = Console(stderr=True)
+    said_s = time.monotonic()
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
@@ -166,10 +200,15 @@ def replay_progress(title: str) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task(title, total=None, note="")
 
         def report(now: Progress) -> None:
+            nonlocal said_s
             note = f"agents {now.agents_done}/{now.agents_total}, {now.tokens_out} tokens out"
             if now.failed:
                 note += f", [red]{now.failed} failed[/red]"
             bar.update(task, completed=now.requests_done, total=now.requests_total, note=note)
+            if not console.is_terminal and time.monotonic() - said_s >= _LINE_EVERY_S:
+                said_s = time.monotonic()
+                done = f"{title}: {now.requests_done}/{now.requests_total} requests, {note}"
+                console.print(done, highlight=False, soft_wrap=True)
 
         yield report
 
@@ -178,7 +217,8 @@ def _vocab(vocab: int | None, model_config: Path | None) -> int:
     if vocab is not None and model_config is not None:
         raise ValueError("--vocab and --model-config: give one of them")
     if model_config is not None:
-        return ModelFacts.from_config_json(model_config).vocab_size
+        with _named("--model-config: "):
+            return ModelFacts.from_config_json(model_config).vocab_size
     return DEFAULT_VOCAB if vocab is None else vocab
 
 
@@ -189,6 +229,8 @@ def _chat_agents(
         corpus = path.read_text()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not UTF-8 text") from None
     chosen = (trajectories[number % len(trajectories)] for number in range(count))
     talks = corpus_conversations(corpus, chosen, seed)
     return [ChatAgent(talk, exact=True, token_ids=token_ids) for talk in talks]

@@ -13,6 +13,7 @@ from dualpath import config as cluster
 from dualpath import logs
 from dualpath.cli.signals import stop_on_signal
 from dualpath.config import ClusterConfig, ConfigError, LogFormat
+from dualpath.engine.model_files import check_folder
 from dualpath.serve import serve
 from dualpath.storage import StoreError
 
@@ -32,6 +33,9 @@ def serve_command(
         if port == 0:
             raise ConfigError(f"{config}: front.{field}: must be set for 'serve'; engines and "
                               "clients could not find a free one")  # fmt: skip
+    model = Path(described.model.path)
+    if model.is_dir():  # it may lie on the engines' machines only
+        check_folder(model, field=f"{config}: model.path", extra_args=described.engine.extra_args)
     if log_format is not None:
         described = structs.replace(
             described, log=structs.replace(described.log, format=log_format)
@@ -43,7 +47,11 @@ def serve_command(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     except OSError as error:
-        typer.echo(f"error: the front cannot listen: {error}", err=True)
+        typer.echo(
+            f"error: the front cannot listen: {error}; change [front] in {config}, or stop what "
+            "uses the port",
+            err=True,
+        )
         raise typer.Exit(1) from None
 
 

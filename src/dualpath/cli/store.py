@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dualpath import config as cluster
+from dualpath.cli.common import working
 from dualpath.config import ConfigError, StorageConfig, parse_seconds, parse_size
 from dualpath.storage import StoreError, Upkeep, open_upkeep
 from dualpath.storage.paths import BLOCKS_DIR
@@ -41,7 +42,7 @@ def stats_command(
     path: StorePath = None, config: ConfigFile = None, json: JsonFlag = False
 ) -> None:
     """Blocks and bytes by namespace (model, weights, tenant), by listing directories."""
-    with _opened(path, config) as store:
+    with _opened(path, config) as store, working("listing the store"):
         found, account = store.stats(), store.books()
     total = sum(root.stored_bytes for root in found.values())
     if json:
@@ -72,7 +73,7 @@ def fsck_command(
 ) -> None:
     """Read every block and verify its name, length and checksums. Exit 1 when damaged blocks
     remain."""
-    with _opened(path, config) as store:
+    with _opened(path, config) as store, working("reading all blocks"):
         report = store.fsck(repair=repair)
     if json:
         _print_json(
@@ -111,7 +112,7 @@ def gc_command(
     a running engine needs. Exit 1 when that leaves more than the target."""
     size, keep_s = _target(target, config), _option("--min-age", parse_seconds, min_age)
     start_s = time.monotonic()
-    with _opened(path, config) as store:
+    with _opened(path, config) as store, working("removing blocks"):
         report = store.gc(size, min_age_s=keep_s)
     reached = report.kept_bytes <= size
     if json:
@@ -161,7 +162,7 @@ def _storage(path: str | None, config: Path | None) -> StorageConfig:
     try:
         return StorageConfig(path=path)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"STORE: {error}") from None
 
 
 def _given(config: Path | None) -> Path:

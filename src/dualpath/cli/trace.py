@@ -79,6 +79,8 @@ def synth(
         if row is not None:
             return synthesise(ROWS[row], PAPER_TRAJECTORIES if agents is None else agents, seed)
         shape = (4 if agents is None else agents, _or(turns, 3), _or(append, 200), _or(gen, 32))
+        if not (first_append or shape[2]):
+            bad_input("--append: must be at least 1 where --first-append is not given, got 0")
         return regular(*shape, first_append or 0)
 
     try:

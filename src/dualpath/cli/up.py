@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -19,6 +20,7 @@ from dualpath.cli.signals import say_stopping, until_stopped
 from dualpath.cli.starting import engine_progress
 from dualpath.config import ClusterConfig, ConfigError, LogConfig, Mode, ModelConfig
 from dualpath.engine import models
+from dualpath.engine.model_files import check_model
 from dualpath.engine.program import engine_argv
 from dualpath.serve.local import ClusterFailed, local_cluster
 from dualpath.serve.ports import NoFreePort
@@ -28,6 +30,8 @@ from dualpath.storage import StoreError
 EXIT_FAILED: Final = 1
 _RUN_DIR: Final = Path("dualpath-run")
 _STORE: Final = Path("dualpath-store")
+_MOST_NODES: Final = 64
+"""Of a role, on one machine: each is a process with buffers of a GB."""
 
 
 def up_command(
@@ -41,8 +45,12 @@ def up_command(
     mode: Annotated[
         Mode | None, typer.Option(help="How KV is loaded [dualpath, or the file's].")
     ] = None,
-    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes [1].")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes [1].")] = None,
+    prefill: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_NODES, help="Prefill nodes [1].")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_NODES, help="Decode nodes [1].")
+    ] = None,
     store: Annotated[
         str | None,
         typer.Option(help="Folder or s3:// URL of the KV store [dualpath-store, or the file's]."),
@@ -68,6 +76,11 @@ def up_command(
         if port is not None:
             front = msgspec.structs.replace(described.front, port=port)
             described = msgspec.structs.replace(described, front=front)
+        served = described.model
+        check_model(
+            served.path, field="--model" if model else "model.path", revision=served.revision,
+            extra_args=described.engine.extra_args, env=os.environ | described.engine.env,
+        )  # fmt: skip
         warnings = _log_to(run_dir, described.log)
         uvloop.run(_up(described, run_dir, console, warnings))
     except (StartFailed, ClusterFailed, NoFreePort, StoreError, models.ModelError) as error:

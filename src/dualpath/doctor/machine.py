@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,12 @@ def check_ports(config: ClusterConfig, nodes: Sequence[NodeConfig]) -> Iterator[
         ("front.port", front.host, front.port),
         ("front.control_port", front.control_host, front.control_port),
     ):
-        if port and _is_ours(host):
+        if not _is_known(host):
+            yield fail(
+                "hosts", f"front: {host} has no address here",
+                f"correct {field.replace('port', 'host')}, or add it to DNS or /etc/hosts",
+            )  # fmt: skip
+        elif port and _is_ours(host):
             wanted.append((field, host, port))
     for node in nodes:
         if node.base_port:
@@ -170,6 +176,14 @@ def _is_ours(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_known(host: str) -> bool:
+    """Whether the name, or number, stands for an address."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def _amount(limit: int, unit: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dualpath.workload.measure import Figures
 from dualpath.workload.records import RequestRecord
@@ -44,16 +46,31 @@ class ReplayOptions:
     keep_records: bool = True
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must start with http:// or https://, got {self.url!r}")
-        if self.aps is not None and not self.aps > 0:
-            raise ValueError(f"aps must be above 0, got {self.aps}")
-        for name in ("timeout_s", "slo_ttft_s", "slo_tpot_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if wrong := fault_of_url(self.url):
+            raise ValueError(f"url {wrong}")
+        if not self.api_key.isascii() or not self.api_key.isprintable():
+            raise ValueError("api_key must be printable ASCII, as a header is")
+        for name in ("aps", "timeout_s", "slo_ttft_s", "slo_tpot_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0, and finite, got {value}")
         for name in ("latency_scale", "retries"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must not be negative, and finite, got {getattr(self, name)}"
+                )
+
+
+def fault_of_url(url: str) -> str:
+    """What is wrong with the address of an endpoint; empty when nothing is."""
+    if not url.startswith(("http://", "https://")):
+        return f"must start with http:// or https://, got {url!r}"
+    try:
+        parts = urlsplit(url)
+        good = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    return "" if good else f"must be such as http://host:8000, got {url!r}"
 
 
 @dataclass(frozen=True, slots=True)

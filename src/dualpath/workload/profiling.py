@@ -64,7 +64,7 @@ async def measure(options: ProfileOptions, report: Report) -> Measured:
             await target.set_policy(before.mode, before.policy)
             return measured
     except TimeoutError:
-        raise ProfileFailed(f"not over after {options.timeout_s:g} s") from None
+        raise ProfileFailed(f"not over after {options.timeout_s:g} s (--timeout)") from None
 
 
 async def _give_back(target: Target, before: View) -> None:

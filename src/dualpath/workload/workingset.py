@@ -10,6 +10,7 @@ whether a DRAM tier of some size still holds it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -77,7 +78,7 @@ def working_set(trajectories: Iterable[Trajectory], service: Service, aps: float
     Raises:
         ValueError: no trajectories, or ``aps`` is not above 0.
     """
-    if aps <= 0:
+    if not 0 < aps < math.inf:
         raise ValueError(f"aps: must be above 0, got {aps}")
     count = gaps = 0
     token_s = serving_token_s = life_s = tool_s = gap_s = 0.0
