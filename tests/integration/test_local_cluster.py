@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import stat
 import sys
@@ -96,6 +97,18 @@ async def test_an_engine_that_ends_at_start_ends_the_cluster_with_its_last_words
     check_secret(Path(given.security.control_secret_file))
     assert stat.S_IMODE((tmp_path / "run" / CONFIG_FILE).stat().st_mode) == 0o600, "it holds keys"
     assert len([task for task in asyncio.all_tasks() if not task.done()]) == 1
+
+
+async def test_what_the_front_refuses_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = description(tmp_path / "store")
+    absent = msgspec.structs.replace(config.security, control_secret_file=str(tmp_path / "absent"))
+    config = msgspec.structs.replace(config, security=absent)
+    with pytest.raises(ConfigError, match=r"control_secret_file: .*absent"):
+        async with local_cluster(config, tmp_path / "run", no_engine):
+            pytest.fail("it cannot be up")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_one_cluster_a_run_folder(tmp_path: Path) -> None:

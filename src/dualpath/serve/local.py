@@ -21,6 +21,7 @@ from dualpath.serve import serve
 from dualpath.serve.ports import free_ports, is_free
 from dualpath.serve.supervise import ChildSpec, Listener, RestartPolicy, StartFailed, Supervisor
 from dualpath.serve.thresholds import read_profile
+from dualpath.storage import StoreError
 
 CONFIG_FILE: Final = "cluster.toml"
 _SECRET_FILE: Final = "control.secret"
@@ -211,7 +212,11 @@ class _Front:
             self.task.cancel()
             await asyncio.wait([self.task], timeout=_STOP_SLACK_S)
         elif not self.task.cancelled() and (error := self.task.exception()) is not None:
-            logger.error("the front ended with an error", exc_info=error)
+            # Why it did not start, where it is no fault of ours, ``start`` has raised in one line.
+            refused = isinstance(error, ConfigError | StoreError | OSError)
+            listened = self._url.done() and not self._url.cancelled()
+            if listened or not refused:
+                logger.error("the front ended with an error", exc_info=error)
 
     def _listening(self, url: str) -> None:
         if not self._url.done():
