@@ -218,5 +218,5 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(
     assert "--model: there is no folder /n" in failing(capsys, "up", "--model", "/n")
     assert "has no config.json" in failing(capsys, "up", "--model", str(empty))
     cluster_file.write_text(TWO_NODES.replace("/m", str(empty)))
-    for command in (["up", *file], ["serve", *file], engine):
+    for command in (["up", *file], engine):
         assert "has no config.json" in failing(capsys, *command)

@@ -13,7 +13,6 @@ from dualpath import config as cluster
 from dualpath import logs
 from dualpath.cli.signals import stop_on_signal
 from dualpath.config import ClusterConfig, ConfigError, LogFormat
-from dualpath.engine.model_files import check_folder
 from dualpath.serve import serve
 from dualpath.storage import StoreError
 
@@ -33,9 +32,6 @@ def serve_command(
         if port == 0:
             raise ConfigError(f"{config}: front.{field}: must be set for 'serve'; engines and "
                               "clients could not find a free one")  # fmt: skip
-    model = Path(described.model.path)
-    if model.is_dir():  # it may lie on the engines' machines only
-        check_folder(model, field=f"{config}: model.path", extra_args=described.engine.extra_args)
     if log_format is not None:
         described = structs.replace(
             described, log=structs.replace(described.log, format=log_format)
