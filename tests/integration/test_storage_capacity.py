@@ -62,8 +62,8 @@ def check(store: BlockStore) -> None:
             assert books.read_hold(folder) in (None, (0, []))
     room = store._room
     assert isinstance(room, Ledger)
-    if room._forest is not None:
-        room._forest.check_integrity()
+    if room._account._forest is not None:
+        room._account._forest.check_integrity()
 
 
 def put(store: BlockStore, blocks: list[BlockId]) -> list[WriteStatus]:
@@ -273,7 +273,7 @@ def test_a_file_system_without_locks_is_refused(
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("dualpath.storage.capacity.fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(StoreError, match=r"storage\.capacity.*No locks"):
         open_store(tmp_path, 8)
 
