@@ -19,7 +19,6 @@ from dualpath.workload.latency import LATENCY_HELP, parse_latency, with_latency
 from dualpath.workload.multiply import multiply
 from dualpath.workload.stats import trace_stats
 from dualpath.workload.synth import (
-    PAPER_SEED,
     PAPER_TRAJECTORIES,
     ROWS,
     regular,
@@ -64,7 +63,13 @@ def synth(
     tool_sigma: Annotated[
         float, typer.Option(min=0, help="Sigma of the log-normal when a number is given.")
     ] = 1.2,
-    seed: Annotated[int, typer.Option(help="Same seed, same file.")] = PAPER_SEED,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Same seed, same file.",
+            show_default="the row's own, whose draw comes nearest to the table",
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Write a workload: a row of the paper's Table 2 (--row), or agents that all do the same."""
@@ -74,6 +79,9 @@ def synth(
             bad_input(f"--row: {row!r} is not one of {', '.join(ROWS)}")
         if extra := [name for name, value in plain.items() if value is not None]:
             bad_input(f"{extra[0]}: has no meaning with --row")
+
+    if seed is None:
+        seed = ROWS[row].seed if row is not None else 0
 
     def source() -> Iterator[Trajectory]:
         if row is not None:
