@@ -79,7 +79,7 @@ def test_absolute_upper_and_trend_rows(paper: float, ours: float, tolerance: flo
         assert judge(Published("r", None, Kind.TREND, 0, "", ""), holds).met == bool(holds)
 
 
-@pytest.mark.parametrize("calibration", ["C1", "C2"])
+@pytest.mark.parametrize("calibration", ["C1", "C2", "C3"])
 def test_rows_that_need_no_simulation_are_met(calibration: str) -> None:
     rows = (*select("pd_min"), *select("pd_max"), *select("table1"), *select("table2"))
     found = reproduce(rows, calibration)
@@ -136,7 +136,7 @@ def test_the_command_prints_one_json_object_and_writes_the_page(
     ("arguments", "said"),
     [
         (["figure99"], "'figure99' is not one of all"),
-        (["table1", "--calibration", "C9"], "--calibration: 'C9' is not one of C1, C2"),
+        (["table1", "--calibration", "C9"], "--calibration: 'C9' is not one of C1, C2, C3"),
         (["table1", "--out", "/dev/null/x"], "--out: /dev/null/x: cannot be made"),
     ],
 )

@@ -115,6 +115,21 @@ def test_decode_clock_slows_down_with_the_fullest_engine() -> None:
     assert both.tpot.mean == pytest.approx(0.03, rel=0.05)
 
 
+@pytest.mark.parametrize(("requests", "step_s"), [(1, 0.02), (2, 0.03), (4, 0.034)])
+def test_from_the_knee_on_a_request_adds_less(requests: int, step_s: float) -> None:
+    """10 ms, 10 ms each for two requests and 2 ms for each further one."""
+    engine = {
+        "decode_step_per_request_s": 0.01, "decode_knee_requests": 2,
+        "decode_step_per_further_request_s": 0.002,
+    }  # fmt: skip
+    spec = small(engine=engine)
+    assert spec.engine.decode_step_s + spec.engine.decode_added_s(requests) == pytest.approx(step_s)
+    result = simulate(spec, [agent(f"a{i}", (64, 1002)) for i in range(requests)])
+    assert result.tpot is not None
+    # They join and leave at nearly the same time: almost every step has all of them.
+    assert result.tpot.mean == pytest.approx(step_s, rel=0.02)
+
+
 def test_what_is_stored_before_the_run_is_hit_by_the_first_round() -> None:
     """In whole blocks, and not by an agent that comes again, which has other tokens."""
     told = replace(agent("a", (1000, 1)), extra={"stored_tokens": 650})

@@ -229,6 +229,19 @@ def test_figures_are_checked() -> None:
         EngineCost(1e12, 1.5)
     with pytest.raises(ValueError, match="decode_step_s"):
         EngineCost(1e12, decode_step_s=float("nan"))
+    with pytest.raises(ValueError, match="decode_knee_requests"):
+        EngineCost(1e12, decode_knee_requests=float("nan"))
+
+
+def test_large_batches_of_a_calibration() -> None:
+    """C3 is C2 up to nine requests a GPU, and DeepSeek's service at 88: 21 tokens a second each."""
+    line, bent = (preset("ds-660b-2p4d", calibration=name).engine for name in ("C2", "C3"))
+    for requests in (0, 4, 9):
+        assert bent.decode_added_s(requests) == line.decode_added_s(requests)
+    far = 14_800 / 8 / 21
+    assert bent.decode_step_s + bent.decode_added_s(far) == pytest.approx(1 / 21)
+    assert line.decode_step_s + line.decode_added_s(far) == pytest.approx(0.173, abs=0.001)
+    assert bent.flops_per_s == line.flops_per_s
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -17,7 +17,7 @@ from dualpath.report.paper.jobs import Job
 from dualpath.report.paper.published import Published, UnknownFigure, select
 from dualpath.report.paper.reproduce import Reproduction, reproduce
 from dualpath.report.paper.sheet import sheet, show, show_error, show_ours, show_tolerance
-from dualpath.sim import CALIBRATIONS, MAIN_CALIBRATION
+from dualpath.sim import CALIBRATIONS, MAIN_CALIBRATION, OTHER_CALIBRATION
 
 
 def reproduce_command(
@@ -29,7 +29,10 @@ def reproduce_command(
         str, typer.Option(help=f"Constants of the engines: {', '.join(CALIBRATIONS)}.")
     ] = MAIN_CALIBRATION,
     both: Annotated[
-        bool, typer.Option("--both", help="The other calibration too, printed beside it.")
+        bool,
+        typer.Option(
+            "--both", help="Another calibration too, printed beside it: C1; with C1 and C3, C2."
+        ),
     ] = False,
     jobs: Annotated[
         int, typer.Option(min=1, help="Simulations at once [one per processor].")
@@ -60,7 +63,7 @@ def reproduce_command(
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             bad_input(f"--out: {out}: cannot be made: {error.strerror}")
-    names = [calibration, *(name for name in CALIBRATIONS if both and name != calibration)]
+    names = [calibration, *([OTHER_CALIBRATION[calibration]] if both else [])]
     runs = [_run(rows, name, jobs, out) for name in names]
     main, other = runs[0], runs[1] if len(runs) > 1 else None
     if out is not None:

@@ -28,8 +28,11 @@ class DecodeSide:
         # FLOPs the fullest GPU or the mean one counts.
         total = model.flops_at(REFERENCE_CONTEXT_TOKENS)
         spread = model.flops_base_per_token * (1.0 - engine.attention_share) / total
-        self._per_spread_s = engine.decode_step_per_request_s * spread
-        self._per_own_s = engine.decode_step_per_request_s - self._per_spread_s
+        self._spread, self._own = spread, 1.0 - spread
+        self._per_request_s = engine.decode_step_per_request_s
+        self._knee = engine.decode_knee_requests
+        # From the knee on: by how much one request costs less than before.
+        self._less_s = self._per_request_s - engine.decode_step_per_further_request_s
         self._start_s = engine.decode_start_s
         self._transfers = simulation.transfers
         self._link = simulation.spec.cluster.cnic_bytes_per_s
@@ -137,7 +140,10 @@ class DecodeSide:
     def retime(self, group: DecodeGroup) -> None:
         """The length of a step has changed."""
         mean = group.seqs / len(group.engines)
-        step_s = self._step_s + self._per_own_s * group.fullest + self._per_spread_s * mean
+        requests = self._own * group.fullest + self._spread * mean
+        step_s = self._step_s + self._per_request_s * requests
+        if requests > self._knee:
+            step_s -= self._less_s * (requests - self._knee)
         group.step_s = step_s * group.slowdown
 
     def plan(self, group: DecodeGroup) -> None:

@@ -65,7 +65,7 @@ class RoleChanges:
         engine, cluster = simulation.spec.engine, simulation.spec.cluster
         self._node_rate = miss_tokens_per_s(simulation.spec) * cluster.gpus_per_node
         self._gpus = cluster.gpus_per_node
-        self._per_request_s = engine.decode_step_per_request_s
+        self._engine = engine
 
     def start(self) -> None:
         """Plan the first look."""
@@ -102,7 +102,7 @@ class RoleChanges:
         prefill_s = ahead / (self._node_rate * nodes[Role.PREFILL])
         decoding = sum(engine.seqs for engine in sim.cluster.decode.values())
         seqs = decoding / (nodes[Role.DECODE] * self._gpus)
-        decode_s = metrics.mean_gen * self._per_request_s * seqs
+        decode_s = metrics.mean_gen * self._engine.decode_added_s(seqs)
         decode_s += snapshot.waiting_decode / served_per_s
         return RoleLoad(nodes[Role.PREFILL], prefill_s), RoleLoad(nodes[Role.DECODE], decode_s)
 

@@ -128,6 +128,10 @@ class EngineCost:
         decode_step_per_request_s: time each request of a GPU adds to it; of a lockstep group the
             fullest GPU counts by the part of a token's FLOPs that is its own, the mean one by the
             part that is spread.
+        decode_knee_requests: requests of a GPU up to which that holds; each further one adds
+            ``decode_step_per_further_request_s``. A step's time is seldom measured over the whole
+            range of batches, and it bends: once every expert's weights are read in a step anyhow,
+            one request more costs little.
         decode_start_s: from the prompt's KV being in HBM to the first decode step.
         request_overhead_s: declared constant of every request: from the client's sending it to its
             standing in the scheduler's queue (front, tokenizer, network). Part of every TTFT and
@@ -144,15 +148,29 @@ class EngineCost:
     decode_step_per_request_s: float = 0.0
     decode_start_s: float = 0.0
     request_overhead_s: float = 0.0
+    decode_knee_requests: float = math.inf
+    decode_step_per_further_request_s: float = 0.0
 
     def __post_init__(self) -> None:
         _positive(self, "flops_per_s")
         _not_negative(
             self, "prefill_step_s", "decode_step_s", "decode_step_per_request_s",
-            "decode_start_s", "request_overhead_s",
+            "decode_start_s", "request_overhead_s", "decode_step_per_further_request_s",
         )  # fmt: skip
+        if not self.decode_knee_requests >= 0:
+            raise ValueError(
+                f"decode_knee_requests must not be negative, got {self.decode_knee_requests}"
+            )
         if not 0 <= self.attention_share <= 1:
             raise ValueError(f"attention_share must be in 0 .. 1, got {self.attention_share}")
+
+    def decode_added_s(self, requests: float) -> float:
+        """What ``requests`` of a GPU add to the fixed time of a decode step."""
+        further = max(0.0, requests - self.decode_knee_requests)
+        return (
+            self.decode_step_per_request_s * (requests - further)
+            + self.decode_step_per_further_request_s * further
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,11 @@ class Table3:
     online: str
 
 
-TABLE3: Final = {"C1": Table3("64k", "64k"), "C2": Table3("48k", "48k")}
+TABLE3: Final = {
+    "C1": Table3("64k", "64k"),
+    "C2": Table3("48k", "48k"),
+    "C3": Table3("48k", "48k"),
+}
 """By calibration."""
 TRAJECTORY_MODEL_CONTEXTS: Final = {"16k": 16 * 1024, "64k": 64 * 1024}
 TABLE1_APPEND: Final = 429
