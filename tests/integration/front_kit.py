@@ -16,6 +16,9 @@ from fake_engine import BLOCK, FakeEngine, Shared
 from dualpath.config import ClusterConfig, Role, parse
 from dualpath.serve import serve
 
+PATIENCE_S = 15.0
+"""How long one waits for what comes in milliseconds on a machine that is not busy otherwise."""
+
 
 def free_port() -> int:
     """A port nobody listens on now."""
@@ -128,7 +131,7 @@ class FakeCluster:
             events = [text if text == "[DONE]" else json.loads(text) for text in texts]
             return response.status, events, response.headers
 
-    async def until(self, what: Callable[[], bool], timeout_s: float = 3.0) -> None:
+    async def until(self, what: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Wait for something to become true."""
         async with asyncio.timeout(timeout_s):
             while not what():  # noqa: ASYNC110 - what is watched has no event
@@ -136,13 +139,13 @@ class FakeCluster:
 
     async def usable(self, name: str, value: bool) -> None:
         """Wait until the front gives an engine work, or does not."""
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(PATIENCE_S):
             while (await self._usable()).get(name) is not value:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def gone(self, *names: str) -> None:
         """Wait until these engines are not connected."""
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(PATIENCE_S):
             while set(names) & (await self._usable()).keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -152,7 +155,7 @@ class FakeCluster:
 
     async def idle(self) -> None:
         """Wait until nothing is held anywhere, then check that nothing is and nothing was wrong."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_S):
             while not _all_zero(await self.get("/debug/state")):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert self.shared.faults == [], self.shared.faults

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from fake_engine import FINGERPRINT
 from fake_model import tokens_of
-from front_kit import BLOCK, FakeCluster, make_config, running_cluster, running_front
+from front_kit import BLOCK, PATIENCE_S, FakeCluster, make_config, running_cluster, running_front
 from openai import AsyncOpenAI, NotFoundError
 
 from dualpath.config import Role
@@ -235,7 +235,7 @@ async def test_weights_that_change_under_a_request(tmp_path: Path, point: str) -
             engine.hold("open")
         request = asyncio.create_task(cached(cluster))
         if point == "queue":
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(PATIENCE_S):
                 while not (await cluster.get("/debug/state"))["scheduler"]["waiting_prefill"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         else:

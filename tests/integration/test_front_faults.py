@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 from fake_model import chat_tokens, generate, text_of, tokens_of
-from front_kit import FakeCluster, make_config, running_cluster, running_front
+from front_kit import PATIENCE_S, FakeCluster, make_config, running_cluster, running_front
 
 from dualpath.config import Role
 from dualpath.control.messages import Allocated, Closed, Opened, PrefillDone, TurnDurable
@@ -360,7 +360,7 @@ async def test_a_failing_engine_is_not_ready(tmp_path: Path) -> None:
     async with running_cluster(make_config(tmp_path)) as cluster:
         assert await cluster.status("/ready") == 200
         cluster.de.send(Failing(reason="a thread died"))
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             while await cluster.status("/ready") != 503:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await cluster.status("/health") == 200
@@ -435,7 +435,7 @@ async def test_a_client_goes_away_while_waiting_for_engines(tmp_path: Path) -> N
         body = {"prompt": IDS, "max_tokens": 2}
 
         async def waits() -> None:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(PATIENCE_S):
                 while not (await cluster.get("/debug/state"))["scheduler"]["waiting_prefill"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 

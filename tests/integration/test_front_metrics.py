@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_engine import BLOCK
 from fake_model import tokens_of
-from front_kit import FakeCluster, make_config, running_cluster, running_front
+from front_kit import PATIENCE_S, FakeCluster, make_config, running_cluster, running_front
 from prometheus_client.parser import text_string_to_metric_families
 
 from dualpath import measuring
@@ -200,7 +200,7 @@ async def test_engine_figures(tmp_path: Path) -> None:
             stats = {each["name"]: each["stats"] for each in state["engines"]}["de0"]
             return stats["counters"].get("something_new") == 9.0
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not seen(await cluster.get("/debug/state")):
                 pass
         of = {"engine": "de0", "node": "d0"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from front_kit import make_config, running_front
+from front_kit import PATIENCE_S, make_config, running_front
 
 from dualpath.config import ConfigError, Role
 from dualpath.serve.local import answers
@@ -55,7 +55,7 @@ async def test_https_and_nothing_else(tmp_path: Path, files: dict[str, str]) -> 
             cluster.engines[engine.name] = engine
             await engine.start()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting)) as http:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 while (await http.get(cluster.url + "/ready")).status != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             body = {"prompt": "hello", "max_tokens": 3, "stream": True}

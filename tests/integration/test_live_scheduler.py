@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_engine import FINGERPRINT
 from fake_model import generate, text_of, tokens_of
-from front_kit import FakeCluster, make_config, running_cluster, running_front
+from front_kit import PATIENCE_S, FakeCluster, make_config, running_cluster, running_front
 
 from dualpath.config import ClusterConfig, ConfigError, Role
 from dualpath.control.messages import Report
@@ -301,7 +301,7 @@ async def test_a_joining_de_gets_work_within_one_tick(tmp_path: Path) -> None:
 
 
 async def waiting(cluster: FakeCluster, queue: str, count: int) -> None:
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(PATIENCE_S):
         while (await cluster.get("/debug/state"))["scheduler"][queue] != count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -326,7 +326,7 @@ async def test_attention_samples_are_kept_for_the_profile(tmp_path: Path) -> Non
         for number in range(1500):
             samples = [(number, 1, 0.5), (number, 2, 0.25)]
             cluster.pe.send(Report(stats=stats, attention=samples))
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_S):
             seen = {"total": 0}
             while seen["total"] < 3000:
                 await asyncio.sleep(0.01)
