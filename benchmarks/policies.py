@@ -18,12 +18,12 @@ from itertools import product
 from typing import Any
 
 from common import arguments, finish, machine, say, table
-from dualpath.sim import SimResult, preset, simulate
+from dualpath.sim import MAIN_CALIBRATION, SimResult, preset, simulate
 from dualpath.workload.synth import PAPER_TRAJECTORIES, ROWS, synthesise
 from dualpath.workload.trace import Trajectory
 
 BASE = "paper"
-CALIBRATION = "C1"
+CALIBRATION = MAIN_CALIBRATION
 POLICIES = (BASE, "split", "least_work/balanced/shorter_queue", "work")
 
 
