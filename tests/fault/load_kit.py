@@ -8,9 +8,12 @@ import re
 from typing import Any
 
 import aiohttp
+import pytest
 from cluster_kit import Api
 
 BLOCK = 64
+TIE = 1e-4
+"""Log-probabilities of hits and of a plain server agree to this (``e2e/test_tokens.py``)."""
 
 
 async def all_usable(api: Api, engines: int, within_s: float = 300.0) -> None:
@@ -68,8 +71,36 @@ class Load:
         self.hit_tokens += cached
         expected = await self.plain.tokens(prompt, tokens)
         for choice in answer["choices"]:
-            assert choice["token_ids"] == expected
+            if choice["token_ids"] != expected:
+                expected = await self._tie(prompt, expected, choice["token_ids"], response)
         return prompt + expected
+
+    async def _tie(
+        self,
+        prompt: list[int],
+        expected: list[int],
+        got: list[int],
+        response: aiohttp.ClientResponse,
+    ) -> list[int]:
+        """``got``, if the plain server is undecided between the two where they part: which of two
+        tokens within ``TIE`` wins depends on how a prompt was cut into steps, there as here. If it
+        is not, the test fails and says whether what is stored is wrong, too."""
+        at = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
+        near = await self.plain.complete(
+            prompt + expected[:at], 1, logprobs=5, return_tokens_as_token_ids=True
+        )
+        top = near["choices"][0]["logprobs"]["top_logprobs"][0]
+        other = top.get(f"token_id:{got[at]}")
+        if other is not None and abs(max(top.values()) - other) < TIE:
+            return got
+        again = await self.api.tokens(prompt, len(expected))
+        names = ("x-request-id", "x-dualpath-path")
+        pytest.fail(
+            f"wrong token {at} of {len(expected)}: {got[at]} and not {expected[at]}; prompt of "
+            f"{len(prompt)} tokens, {[response.headers.get(name) for name in names]}; the plain "
+            f"server's choice there: {top}; asked again it is "
+            f"{'right' if again == expected else 'wrong'}"
+        )
 
 
 async def under_load(
