@@ -6,16 +6,13 @@ its ``config.json``, which ends within seconds whatever the network does.
 
 from __future__ import annotations
 
-import http.client
+import importlib
 import os
 import re
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -121,22 +118,25 @@ def _cache(env: Mapping[str, str]) -> Path:
 
 
 def _is_cached(model: str, revision: str, env: Mapping[str, str]) -> bool:
-    folder = _cache(env) / f"models--{model.replace('/', '--')}"
-    try:
-        commit = (folder / "refs" / (revision or "main")).read_text().strip()
-    except (OSError, ValueError):
-        commit = revision
-    return bool(commit) and (folder / "snapshots" / commit / "config.json").exists()
+    found = _library().try_to_load_from_cache(
+        model, "config.json", cache_dir=_cache(env), revision=revision or None
+    )
+    return isinstance(found, str)
+
+
+def _library() -> Any:
+    """Hugging Face's own: vLLM brings it, so it is here wherever an engine can start. Loaded only
+    where a model is no folder, for it takes half a second."""
+    return importlib.import_module("huggingface_hub")
 
 
 def _ask(model: str, revision: str, field: str, env: Mapping[str, str], ask_s: float) -> None:
     """Ask the hub. In a thread: looking a host's name up has no deadline of its own."""
     hub = env.get("HF_ENDPOINT", "").rstrip("/") or _HUB
-    url = f"{hub}/{model}/resolve/{urllib.parse.quote(revision or 'main', safe='')}/config.json"
     answers: list[int | str] = []
 
     def work() -> None:
-        answers.append(_status(url, env.get("HF_TOKEN", ""), ask_s))
+        answers.append(_status(model, revision, hub, env.get("HF_TOKEN"), ask_s))
 
     thread = threading.Thread(target=work, name="dualpath-hub", daemon=True)
     thread.start()
@@ -157,19 +157,16 @@ def _ask(model: str, revision: str, field: str, env: Mapping[str, str], ask_s: f
     )
 
 
-def _status(url: str, token: str, timeout_s: float) -> int | str:
-    """HTTP status of a HEAD request, redirects followed; or why there is none."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+def _status(model: str, revision: str, hub: str, token: str | None, timeout_s: float) -> int | str:
+    """HTTP status of asking for a model's ``config.json``; or why there is none."""
+    library = _library()
+    url = library.hf_hub_url(model, "config.json", revision=revision or None, endpoint=hub)
     try:
-        request = urllib.request.Request(url, headers=headers, method="HEAD")
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except urllib.error.URLError as error:
-        return str(getattr(error.reason, "strerror", None) or error.reason)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return str(error) or type(error).__name__
+        library.get_hf_file_metadata(url, token=token or None, timeout=timeout_s)
+    except Exception as error:  # noqa: BLE001 - of whichever HTTP library it uses; it is told
+        answer = getattr(error, "response", None)
+        return int(answer.status_code) if answer is not None else str(error) or repr(error)
+    return 200
 
 
 __all__ = ["check_folder", "check_model"]

@@ -140,6 +140,7 @@ class DecodeSide:
     def retime(self, group: DecodeGroup) -> None:
         """The length of a step has changed."""
         mean = group.seqs / len(group.engines)
+        # As ``EngineCost.decode_added_s``, written out: nothing runs more often.
         requests = self._own * group.fullest + self._spread * mean
         step_s = self._step_s + self._per_request_s * requests
         if requests > self._knee:
